@@ -1,0 +1,292 @@
+"""What people and continuous integration run in this repository: `nox --list` shows the sessions.
+
+Kernel packages are found under packages/: a new one needs no edit here.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import nox
+from nox.project import dependency_groups, load_toml
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests", "resources", "build", "docs"]
+
+ROOT = Path(__file__).resolve().parent
+CONSTRAINTS = ROOT / "constraints.txt"
+CORE, TESTKIT, REPOSITORY = "tk-kernel-core", "tk-testkit", "repository"
+KERNELS = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/tk-*/pyproject.toml"))}
+PROJECTS = {CORE: ROOT / "shared" / CORE, TESTKIT: ROOT / "shared" / TESTKIT, **KERNELS}
+KERNEL_PACKAGES = [name.replace("-", "_") for name in KERNELS]
+
+each_kernel = nox.parametrize("package", [nox.param(name, id=name) for name in KERNELS])
+each_suite = nox.parametrize("package", [nox.param(name, id=name) for name in (*PROJECTS, REPOSITORY)])
+
+
+def affected(paths: Iterable[str], kernels: Sequence[str] = tuple(KERNELS)) -> tuple[set[str], list[str]]:
+    """Return the test suites that changed files concern, and the files that no rule knows.
+
+    Kernel packages depend on the core and the test kit, never on one another. A file that no rule knows
+    concerns everything.
+
+    Args:
+        paths: Changed files, relative to the repository's root.
+        kernels: Names of the kernel packages.
+    """
+    suites, unknown = {REPOSITORY}, []
+    everything = {CORE, TESTKIT, REPOSITORY, *kernels}
+    for path in paths:
+        folder, _, rest = path.partition("/")
+        package = rest.partition("/")[0]
+        if folder == "packages" and package in kernels:
+            suites.add(package)
+        elif folder in {"docs", "tests"} or (not rest and path.endswith(".md")):
+            continue
+        else:
+            suites |= everything
+            if rest and folder not in {"shared", ".ci"}:
+                unknown.append(path)
+    return suites, unknown
+
+
+def selection(session: nox.Session) -> tuple[set[str], list[str]]:
+    """Read `-- --since REV`: returns the test suites that changes since then concern, and the other arguments."""
+    if "--since" not in session.posargs:
+        return {*PROJECTS, REPOSITORY}, list(session.posargs)
+    position = session.posargs.index("--since")
+    before, after = session.posargs[:position], session.posargs[position + 1 :]
+    if not after:
+        session.error("--since needs a revision")
+    changed: set[str] = set()
+    for command in (
+        ["git", "diff", "--name-only", f"{after[0]}..."],
+        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
+    ):
+        changed.update(str(session.run(*command, external=True, silent=True, log=False)).splitlines())
+    suites, unknown = affected(sorted(changed))
+    for path in unknown:
+        session.warn(f"{path} belongs to no known part: everything is tested")
+    return suites, before + after[1:]
+
+
+def constraints_without_triton(session: nox.Session) -> Path:
+    """Write constraints.txt without the triton line into the session's own folder."""
+    lines = CONSTRAINTS.read_text().splitlines(keepends=True)
+    file = Path(session.create_tmp()) / "constraints-without-triton.txt"
+    file.write_text("".join(line for line in lines if not line.startswith("triton==")))
+    return file
+
+
+def install(session: nox.Session, *requirements: str, wheels: Iterable[Path] = (), triton: bool = True) -> None:
+    """Install at the tested versions: torch first, then Triton, then everything else.
+
+    A CUDA or ROCm build of torch brings a Triton of its own, which wins over the tested one.
+
+    Args:
+        session: The session whose environment is filled.
+        requirements: Requirements; a wheel with extras is written `PATH[EXTRA]`.
+        wheels: This repository's wheels, installed even where the same version is there already.
+        triton: Install Triton where torch brings none.
+    """
+    loose = constraints_without_triton(session)
+    session.install("torch", "-c", str(loose))
+    constraints = loose
+    if triton:
+        version = session.run("python", "-c", FIND_TRITON, silent=True, log=False)
+        if not str(version).strip():
+            session.install("triton", "-c", str(CONSTRAINTS))
+            constraints = CONSTRAINTS
+        elif f"triton=={str(version).strip()}\n" in CONSTRAINTS.read_text():
+            constraints = CONSTRAINTS
+        session.run("python", "-c", SAY_TRITON, log=False)
+    files = [str(wheel) for wheel in wheels]
+    if files:
+        session.install("--no-deps", "--force-reinstall", *files)
+    if files or requirements:
+        session.install(*files, *requirements, "-c", str(constraints))
+
+
+FIND_TRITON = """
+from importlib.metadata import distributions
+print(next((d.version for d in distributions(name="triton")), ""))
+"""
+SAY_TRITON = """
+import importlib.metadata as m
+print("using torch", m.version("torch"), "and Triton", m.version("triton"))
+"""
+
+
+def build_wheels(session: nox.Session, *names: str) -> dict[str, Path]:
+    """Build wheels of distributions in the tree; returns the files by name."""
+    folder = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.install("hatchling", "-c", str(CONSTRAINTS))
+    sources = [str(PROJECTS[name]) for name in names]
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), *sources)
+    return {name: next(folder.glob(f"{name.replace('-', '_')}-*.whl")) for name in names}
+
+
+def install_kernels(session: nox.Session, *requirements: str, core_extras: str = "") -> None:
+    """Install the core and all kernel packages from wheels, as a user would have them."""
+    wheels = build_wheels(session, CORE, *KERNELS)
+    install(session, f"{wheels[CORE]}{core_extras}", *requirements, wheels=wheels.values())
+
+
+def sees_gpu(session: nox.Session) -> bool:
+    """Whether torch in the session's environment sees a GPU."""
+    command = "import torch; print(torch.cuda.is_available())"
+    return str(session.run("python", "-c", command, silent=True, log=False)).strip() == "True"
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Check, time and place every kernel on the roofline; `-- --gpu NAME` predicts for another card."""
+    install_kernels(session, core_extras="[plot,nvml,triton]")
+    session.run("tk-kernels", "demo", *session.posargs)
+
+
+@nox.session
+@each_suite
+def tests(session: nox.Session, package: str) -> None:
+    """Test a distribution's wheel; `-- --since REV` tests what changed, other arguments go to pytest."""
+    suites, arguments = selection(session)
+    if package not in suites:
+        session.skip("nothing that concerns it has changed")
+    if package == REPOSITORY:
+        wheels = build_wheels(session, *PROJECTS)
+        install(session, "nox", "pytest-xdist", wheels=wheels.values())
+        folder = ROOT / "tests"
+    else:
+        wheels = build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package)))
+        groups = load_toml(PROJECTS[package] / "pyproject.toml").get("dependency-groups", {})
+        needed = dependency_groups({"dependency-groups": groups}, "test") if "test" in groups else ()
+        extras = [f"{wheels[CORE]}[plot,nvml]"] if package == CORE else []
+        install(session, "pytest-xdist", *extras, *needed, wheels=wheels.values())
+        folder = PROJECTS[package] / "tests"
+
+    # Triton chooses between its interpreter and its compiler once per process, so there are two runs.
+    if package in KERNELS and not sees_gpu(session):
+        runs = [("1", "not compiler"), (None, "compiler")]
+    else:
+        runs = [(None, "not interpreter"), ("1", "interpreter")]
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--installed-only"]
+    for number, (interpret, marker) in enumerate(runs):
+        # Exit code 5: no test was selected, which only the run over all tests may not say.
+        codes = [0, 5] if number or arguments else [0]
+        environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+        command = ["pytest", *options, "-n", "2", "-m", marker, str(folder), *arguments]
+        session.run(*command, env=environment, success_codes=codes)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, import contracts, metadata, declared dependencies, spelling."""
+    tools = ["ruff", "import-linter", "validate-pyproject", "deptry", "codespell"]
+    session.install(*tools, "-c", str(CONSTRAINTS))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("codespell")
+    files = [ROOT / "pyproject.toml", *(folder / "pyproject.toml" for folder in PROJECTS.values())]
+    session.run("validate-pyproject", *map(str, files))
+    for folder in PROJECTS.values():
+        with session.chdir(folder):
+            session.run("deptry", "src")
+
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / ".importlinter")
+    contracts["importlinter"]["root_packages"] = "\n".join(("tk_kernel_core", *KERNEL_PACKAGES))
+    for contract in contracts.values():
+        for key, value in contract.items():
+            contract[key] = value.replace("KERNEL_PACKAGES", "\n".join(KERNEL_PACKAGES))
+    generated = Path(session.create_tmp()) / "importlinter.ini"
+    with generated.open("w") as file:
+        contracts.write(file)
+    sources = os.pathsep.join(str(folder / "src") for folder in PROJECTS.values())
+    session.run("lint-imports", "--no-cache", "--config", str(generated), env={"PYTHONPATH": sources})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types strictly."""
+    install(session, "mypy", "pydantic", "rich", "matplotlib", "nvidia-ml-py", "pytest", "hypothesis", "nox")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def resources(session: nox.Session) -> None:
+    """Compile every kernel for every target, without a GPU, and hold it against its budget."""
+    install_kernels(session)
+    for name, folder in KERNELS.items():
+        budget = str(folder / "perf_budget.json")
+        session.run("tk-kernels", "resources", name, "--budget", budget, *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build wheels and source distributions into dist/, check them, and install each kernel package alone."""
+    session.install("build", "hatchling", "twine", "check-wheel-contents", "-c", str(CONSTRAINTS))
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for name in (CORE, *KERNELS):
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(PROJECTS[name]), silent=True)
+    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    session.run("check-wheel-contents", *map(str, sorted(dist.glob("*.whl"))))
+    for name in KERNELS:
+        session.notify(f"alone({name})")
+
+
+@nox.session(reuse_venv=False)
+@each_kernel
+def alone(session: nox.Session, package: str) -> None:
+    """Install one kernel package from dist/ as its users do, and nothing else of this repository."""
+    module = package.replace("-", "_")
+    wheels = [next((ROOT / "dist").glob(f"{name}-*.whl"), None) for name in ("tk_kernel_core", module)]
+    if None in wheels:
+        session.error("dist/ lacks the wheels: run `nox -s build` first")
+    install(session, wheels=[wheel for wheel in wheels if wheel], triton=False)
+    session.run("pip", "check")
+    with session.chdir(session.create_tmp()):
+        session.run("python", "-c", CHECK_ALONE, package, module)
+        listed = session.run("tk-kernels", "list", silent=True)
+    if package not in str(listed):
+        session.error(f"`tk-kernels list` does not show {package}")
+
+
+CHECK_ALONE = """
+import importlib, sys
+from importlib.metadata import distributions
+package, module = sys.argv[1:]
+assert importlib.import_module(module).__file__.startswith(sys.prefix)
+installed = {d.name for d in distributions() if d.name.startswith("tk-")}
+assert installed == {"tk-kernel-core", package}, installed
+"""
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build/html; a warning is an error."""
+    install_kernels(session, "sphinx", "furo", "myst-parser", core_extras="[plot]")
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Time host overhead, compilation and kernels with pytest-benchmark."""
+    folders = [str(folder / "benchmarks") for folder in KERNELS.values() if (folder / "benchmarks").is_dir()]
+    if not folders:
+        session.skip("no package has benchmarks")
+    wheels = build_wheels(session, CORE, TESTKIT, *KERNELS)
+    install(session, "pytest-benchmark", wheels=wheels.values())
+    session.run("pytest", "--benchmark-only", "-o", "python_files=bench_*.py", *folders, *session.posargs)
+
+
+if __name__ == "__main__":
+    sys.exit("run this with nox: python3 -m nox --list")

@@ -1,0 +1,162 @@
+"""Public functions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from tk_kernel_core.registration import takes_operator
+
+from tk_rmsnorm import _operators, _plans
+
+Casting = Literal["fp32", "llama"]
+
+
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    casting: Casting = "fp32",
+) -> torch.Tensor:
+    """Normalise the last dimension by its root mean square.
+
+    `y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset)`, in fp32 whatever the dtypes. A row whose mean
+    square overflows fp32 gives zeros, as in PyTorch.
+
+    Args:
+        x: [..., hidden_size], float16, bfloat16 or float32, any strides.
+        weight: [hidden_size], any of these dtypes; None for ones (without the offset).
+        eps: Added to the mean square; at least 0.
+        weight_offset: Added to the weight in fp32; 1.0 for Gemma.
+        casting: `fp32` rounds once, at the end, and equals torch.nn.functional.rms_norm; `llama` rounds the
+            normalised value to `x.dtype` before it is multiplied by the weight, as Llama's modules do.
+
+    Returns:
+        A new contiguous tensor with the shape, dtype and device of `x`.
+
+    Raises:
+        TypeError: An argument is no tensor or has an unsupported dtype.
+        ValueError: Shapes or devices do not fit, or a number lies outside its range.
+
+    Source:
+        Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    if takes_operator(x, weight):
+        result: torch.Tensor = _operators.rmsnorm(x, weight, eps, weight_offset, casting)
+        return result
+    return _plans.forward(x, None, weight, eps, weight_offset, casting, "norm")
+
+
+def rmsnorm_residual_fused(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    casting: Casting = "fp32",
+) -> torch.Tensor:
+    """Normalise `x + residual`; the sum itself is not returned (see `fused_add_rmsnorm`).
+
+    Args:
+        x: [..., hidden_size], float16, bfloat16 or float32, any strides.
+        residual: Same shape as `x`, any of these dtypes.
+        weight: [hidden_size], or None.
+        eps: Added to the mean square; at least 0.
+        weight_offset: Added to the weight in fp32.
+        casting: As for `rmsnorm`.
+
+    Returns:
+        A new contiguous tensor with the shape, dtype and device of `x`.
+
+    Raises:
+        TypeError: An argument is no tensor or has an unsupported dtype.
+        ValueError: Shapes or devices do not fit, or a number lies outside its range.
+    """
+    if takes_operator(x, residual, weight):
+        result: torch.Tensor = _operators.rmsnorm_residual(x, residual, weight, eps, weight_offset, casting)
+        return result
+    return _plans.forward(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    casting: Casting = "fp32",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add `x` to the residual stream and normalise the sum, in one pass.
+
+    The sum is formed in fp32, normalised unrounded, and returned rounded once.
+
+    Args:
+        x: [..., hidden_size], float16, bfloat16 or float32, any strides.
+        residual: Same shape as `x`, any of these dtypes.
+        weight: [hidden_size], or None.
+        eps: Added to the mean square; at least 0.
+        weight_offset: Added to the weight in fp32.
+        casting: As for `rmsnorm`.
+
+    Returns:
+        `(y, new_residual)`: new contiguous tensors with the dtypes of `x` and of `residual`.
+
+    Raises:
+        TypeError: An argument is no tensor or has an unsupported dtype.
+        ValueError: Shapes or devices do not fit, or a number lies outside its range.
+    """
+    if takes_operator(x, residual, weight):
+        result: tuple[torch.Tensor, torch.Tensor] = _operators.fused_add_rmsnorm(
+            x, residual, weight, eps, weight_offset, casting
+        )
+        return result
+    return _plans.forward(x, residual, weight, eps, weight_offset, casting, "norm_and_sum")
+
+
+def fused_add_rmsnorm_(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    casting: Casting = "fp32",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add and normalise in place: `residual` becomes the sum and `x` becomes its norm.
+
+    The same numbers as `fused_add_rmsnorm`, without new tensors: the contract of serving engines.
+
+    Args:
+        x: [..., hidden_size], float16, bfloat16 or float32; overwritten by the norm.
+        residual: Same shape as `x`, any of these dtypes; overwritten by the sum.
+        weight: [hidden_size], or None.
+        eps: Added to the mean square; at least 0.
+        weight_offset: Added to the weight in fp32.
+        casting: As for `rmsnorm`.
+
+    Returns:
+        `(x, residual)`, the same tensors.
+
+    Raises:
+        TypeError: An argument is no tensor or has an unsupported dtype.
+        ValueError: Shapes or devices do not fit, a number lies outside its range, or `x` and `residual` are
+            one tensor or expanded ones.
+    """
+    if torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (x, residual, weight)
+    ):
+        # Autograd tracks in-place writes through copy_.
+        y, total = fused_add_rmsnorm(x, residual, weight, eps, weight_offset=weight_offset, casting=casting)
+        x.copy_(y)
+        residual.copy_(total)
+    elif x is residual:
+        raise ValueError("x and residual are both written in place and must be different tensors")
+    elif takes_operator(x, residual, weight):
+        _operators.fused_add_rmsnorm_(x, residual, weight, eps, weight_offset, casting)
+    else:
+        _plans.forward(x, residual, weight, eps, weight_offset, casting, "in_place")
+    return x, residual

@@ -1,0 +1,248 @@
+"""How a call is carried out: check, choose the backend, choose the launch, allocate, launch.
+
+All of that but the allocation and the launch depends on shapes, strides, dtypes, devices and numbers only.
+It is decided once for each such combination and kept as a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from tk_kernel_core.checks import (
+    check_choice,
+    check_number,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    check_writable,
+)
+from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
+from tk_kernel_core.layout import row_layout
+
+from tk_rmsnorm._launch import backward_config, forward_config, row_strides
+from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_backward_torch, rmsnorm_torch
+
+_FORWARD = Kernel("tk_rmsnorm._kernels", "rmsnorm_forward_kernel")
+_BACKWARD = Kernel("tk_rmsnorm._kernels", "rmsnorm_backward_kernel")
+
+Form = Literal["norm", "norm_of_sum", "norm_and_sum", "in_place"]
+Plan = Callable[[Any, Any, Any], Any]
+_PLANS: PlanCache[Plan] = PlanCache()
+
+
+def check_arguments(
+    x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Form
+) -> None:
+    """Raise TypeError or ValueError for arguments no form of the norm takes."""
+    check_tensor("x", x)
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension, got a scalar tensor")
+    if form != "norm":
+        check_tensor("residual", residual)
+        check_shape("residual", residual, x.shape)
+        check_same_device("residual", residual, x.device, "x")
+    if weight is not None:
+        check_tensor("weight", weight)
+        check_shape("weight", weight, x.shape[-1:])
+        check_same_device("weight", weight, x.device, "x")
+    check_number("eps", eps, minimum=0.0)
+    check_number("weight_offset", weight_offset)
+    check_choice("casting", casting, ("fp32", "llama"))
+
+
+@overload
+def forward(
+    x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Literal["norm_and_sum"]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def forward(
+    x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Literal["in_place"]
+) -> None: ...
+
+
+@overload
+def forward(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    eps: float,
+    weight_offset: float,
+    casting: str,
+    form: Literal["norm", "norm_of_sum"],
+) -> torch.Tensor: ...
+
+
+def forward(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Form) -> Any:
+    try:
+        # What decides the plan, asked for in the cheapest way. A weight is a vector, or there is no plan.
+        key = (
+            form,
+            x.shape,
+            x.is_contiguous() or x.stride(),
+            x.dtype,
+            x.device,
+            eps,
+            weight_offset,
+            casting,
+            weight is not None and (weight.dim(), weight.numel(), weight.is_contiguous(), weight.dtype, weight.device),
+            residual is not None
+            and (residual.shape, residual.is_contiguous() or residual.stride(), residual.dtype, residual.device),
+        )
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError):
+        # Some argument is not what it should be; the check says which.
+        check_arguments(x, residual, weight, eps, weight_offset, casting, form)
+        raise
+    if plan is None:
+        plan = _PLANS.remember(key, _plan(x, residual, weight, eps, weight_offset, casting, form), x.device)
+    return plan(x, residual, weight)
+
+
+def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Form) -> Plan:
+    check_arguments(x, residual, weight, eps, weight_offset, casting, form)
+    in_place = form == "in_place"
+    if in_place:
+        check_writable("x", x)
+        check_writable("residual", residual)
+    numbers: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
+
+    if x.numel() == 0 or backend_of("x", x) == "reference":
+
+        def by_reference(x: Any, residual: Any, weight: Any) -> Any:
+            if residual is None:
+                return rmsnorm_torch(x, weight, **numbers).contiguous()
+            return _deliver(form, x, residual, *fused_add_rmsnorm_torch(x, residual, weight, **numbers))
+
+        return by_reference
+
+    dense = torch.empty(x.shape, device="meta").stride()
+    summand = x if residual is None else residual
+    layout = row_layout(
+        x.shape,
+        x.stride() if in_place else dense,
+        x.stride(),
+        summand.stride(),
+        residual.stride() if in_place else dense,
+    )
+    if layout is None or not (weight is None or weight.is_contiguous()):
+
+        def on_copies(x: Any, residual: Any, weight: Any) -> Any:
+            dense_x, dense_weight = x.contiguous(), None if weight is None else weight.contiguous()
+            if residual is None:
+                return forward(dense_x, None, dense_weight, eps, weight_offset, casting, "norm")
+            results = forward(dense_x, residual.contiguous(), dense_weight, eps, weight_offset, casting, "norm_and_sum")
+            return _deliver(form, x, residual, *results)
+
+        return on_copies
+
+    config = forward_config(x.shape[-1], residual is not None, launch_target(x.device))
+    unit, strides = row_strides(x.shape[-1], layout)
+    launch = PreparedLaunch(
+        _FORWARD,
+        (-(-layout.n_rows // config.block_m), 1, 1),
+        (layout.n_rows, layout.n_inner, *strides, float(eps), float(weight_offset)),
+        {
+            "HIDDEN_SIZE": x.shape[-1],
+            "CAST_FIRST": casting == "llama",
+            "ALIGNMENT": unit,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "DEPENDENT_LAUNCH": config.dependent_launch,
+        },
+        x.device,
+        num_warps=config.num_warps,
+        **({"launch_pdl": True} if config.dependent_launch else {}),
+    )
+    if in_place:
+        return lambda x, residual, weight: launch(x, x, weight, residual, residual)
+    new_y = allocator(x.shape, x.dtype, x.device)
+    new_total = allocator(x.shape, summand.dtype, x.device)
+
+    def norm(x: Any, residual: Any, weight: Any) -> Any:
+        y = new_y()
+        launch(y, x, weight)
+        return y
+
+    def norm_of_sum(x: Any, residual: Any, weight: Any) -> Any:
+        y = new_y()
+        launch(y, x, weight, residual)
+        return y
+
+    def norm_and_sum(x: Any, residual: Any, weight: Any) -> Any:
+        y, total = new_y(), new_total()
+        launch(y, x, weight, residual, total)
+        return y, total
+
+    return {"norm": norm, "norm_of_sum": norm_of_sum, "norm_and_sum": norm_and_sum}[form]
+
+
+def _deliver(form: Form, x: torch.Tensor, residual: torch.Tensor, y: torch.Tensor, total: torch.Tensor) -> Any:
+    """Hand results over in the form that was asked for."""
+    if form == "in_place":
+        x.copy_(y)
+        residual.copy_(total)
+        return None
+    return y.contiguous() if form == "norm_of_sum" else (y.contiguous(), total.contiguous())
+
+
+def rmsnorm_backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    casting: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `y = rmsnorm(x, weight)`; `dsum` is a further gradient that reaches `x`.
+
+    Args:
+        dy: Gradient of y, [..., hidden_size].
+        dsum: Same shape, or None.
+        x: What was normalised: the sum, where there was a residual.
+        weight: [hidden_size], or None.
+        eps: As in the forward call.
+        weight_offset: As in the forward call.
+        casting: As in the forward call.
+
+    Returns:
+        `(dx, dweight)`, with the dtypes of `x` and `weight`; `dweight` is empty where there is no weight.
+    """
+    hidden_size = x.shape[-1]
+    if x.numel() == 0 or backend_of("x", x) == "reference":
+        dx, dweight = rmsnorm_backward_torch(dy, dsum, x, weight, eps, weight_offset, casting)
+        return dx.contiguous(), dx.new_empty(0) if dweight is None else dweight
+    addend = x if dsum is None else dsum
+    layout = row_layout(x.shape, dy.stride(), addend.stride(), x.stride())
+    if layout is None:
+        dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
+        return rmsnorm_backward(dy, dsum, x, weight, eps, weight_offset, casting)
+    config = backward_config(layout.n_rows, hidden_size, launch_target(x.device))
+    unit, strides = row_strides(x.shape[-1], layout)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partial = None
+    if weight is not None:
+        weight = weight.contiguous()
+        partial = torch.empty(config.n_programs, hidden_size, dtype=torch.float32, device=x.device)
+    PreparedLaunch(
+        _BACKWARD,
+        (config.n_programs, 1, 1),
+        (layout.n_rows, layout.n_inner, *strides, float(eps), float(weight_offset)),
+        {
+            "HIDDEN_SIZE": hidden_size,
+            "CAST_FIRST": casting == "llama",
+            "ALIGNMENT": unit,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+        },
+        x.device,
+        num_warps=config.num_warps,
+    )(dx, partial, dy, dsum, x, weight)
+    if weight is None or partial is None:
+        return dx, dx.new_empty(0)
+    return dx, partial.sum(0).to(weight.dtype)

@@ -1,0 +1,43 @@
+"""What the package tells the tools is what it does."""
+
+import pytest
+import torch
+from tk_kernel_core.bench import check_kernel
+from tk_kernel_core.launch import launch_target, recording
+from tk_rmsnorm._spec import SPEC
+
+
+@pytest.mark.parametrize("name", list(SPEC.cases))
+def test_every_case_agrees_with_its_reference(name: str, device: str) -> None:
+    (result,) = check_kernel(SPEC, [SPEC.cases[name]], device)
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("name", list(SPEC.cases))
+def test_planned_launches_are_the_launches_made(name: str, device: str) -> None:
+    case = SPEC.shrink(SPEC.cases[name])
+    planned = SPEC.launches(case, launch_target(torch.device(device)))
+    inputs = SPEC.make_inputs(case, device, 0)
+    with recording() as made:
+        SPEC.run(inputs)
+    if device == "cpu" and made == []:
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1: the reference launches nothing")
+    assert made == planned
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("name", list(SPEC.cases))
+def test_cost_counts_the_tensors(name: str) -> None:
+    case = SPEC.cases[name]
+    inputs = SPEC.make_inputs(case, "meta", 0)
+    read = sum(value.numel() * value.element_size() for value in inputs.values() if isinstance(value, torch.Tensor))
+    assert SPEC.cost(case).bytes_read == read
+    assert SPEC.cost(case).bytes_written >= inputs["x"].numel() * inputs["x"].element_size()
+
+
+def test_inputs_follow_the_seed(device: str) -> None:
+    case = SPEC.shrink(SPEC.cases["llama3-8b-add-decode"])
+    first, same, other = (SPEC.make_inputs(case, device, seed) for seed in (0, 0, 1))
+    assert torch.equal(first["x"], same["x"])
+    assert not torch.equal(first["x"], other["x"])
+    assert not torch.equal(first["x"], first["residual"])

@@ -1,0 +1,79 @@
+"""Argument checks whose messages name the argument, what was wanted and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Element types every kernel takes for activations."""
+
+ChoiceT = TypeVar("ChoiceT")
+
+
+def check_tensor(name: str, value: object, dtypes: Iterable[torch.dtype] = ACTIVATION_DTYPES) -> torch.Tensor:
+    """Return `value` if it is a dense tensor of one of the dtypes.
+
+    Raises:
+        TypeError: It is no tensor, not dense, or of another dtype.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+    allowed = tuple(dtypes)
+    if value.dtype not in allowed:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(f"{name} must have dtype {wanted}, got {str(value.dtype).removeprefix('torch.')}")
+    return value
+
+
+def check_shape(name: str, value: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError unless the tensor has this shape."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+
+
+def check_same_device(name: str, value: torch.Tensor, device: torch.device, owner: str) -> None:
+    """Raise ValueError unless the tensor is on the device of the argument called `owner`."""
+    if value.device != device:
+        raise ValueError(f"{name} must be on the device of {owner}, {device}, got {value.device}")
+
+
+def check_number(name: str, value: object, *, minimum: float = -math.inf) -> float:
+    """Return a finite real number as a float.
+
+    Raises:
+        TypeError: It is not an int or float.
+        ValueError: It is not finite or lies below `minimum`.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
+    if not math.isfinite(number) or number < minimum:
+        wanted = "finite" if minimum == -math.inf else f"finite and at least {minimum:g}"
+        raise ValueError(f"{name} must be {wanted}, got {number:g}")
+    return number
+
+
+def check_choice(name: str, value: ChoiceT, choices: Iterable[ChoiceT]) -> ChoiceT:
+    """Return `value` if it is one of the choices, else raise ValueError."""
+    allowed = tuple(choices)
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value
+
+
+def check_writable(name: str, value: torch.Tensor) -> None:
+    """Raise ValueError if two elements of the tensor share memory, so that it cannot be written in place."""
+    if torch._debug_has_internal_overlap(value) == 1:
+        raise ValueError(
+            f"{name} is written in place and must not be expanded: shape {tuple(value.shape)}, "
+            f"strides {value.stride()} let several elements share memory"
+        )

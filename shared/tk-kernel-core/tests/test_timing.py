@@ -1,0 +1,287 @@
+"""Timing: what is sampled, how samples are summed up, and on a GPU that neither cache nor queue is measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tk_kernel_core import timing
+from tk_kernel_core.device import current_device
+from tk_kernel_core.spec import Inputs
+from tk_kernel_core.timing import L2_MULTIPLE, MOST_INPUT_SETS, Measurement, measure, rotated_inputs, summarise
+
+MIB = 2**20
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that only moves when it is told to, in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_summary() -> None:
+    samples = [10.0, 14.0, 11.0, 13.0, 12.0, 1000.0, 9.0]
+    got = summarise(samples, 8, "cuda-graph", note="remark", host_us=3.0)
+    assert got.latency_us == 12.0
+    assert got.spread_us == 14.0 - 10.0
+    assert got.samples_us == tuple(samples)
+    assert (got.calls_per_sample, got.method, got.note, got.host_us) == (8, "cuda-graph", "remark", 3.0)
+    assert got.clock_mhz_before is None
+
+
+def test_summary_of_few_samples() -> None:
+    one = summarise([7.5], 1, "cpu-clock")
+    assert (one.latency_us, one.spread_us, one.samples_us) == (7.5, 0.0, (7.5,))
+    two = summarise([1.0, 3.0], 1, "cpu-clock")
+    assert two.latency_us == 2.0
+    assert two.spread_us > 0
+    assert summarise([0.0, 0.0], 1, "cuda-events").latency_us == 0.0
+
+
+def test_no_sample_is_no_measurement() -> None:
+    with pytest.raises(ValueError, match="samples_us must hold at least one sample, got none"):
+        summarise([], 1, "cuda-graph")
+
+
+@pytest.mark.parametrize("odd", [1 / 3, 0.0, math.inf, math.nan, 5e-324])
+def test_json_round_trip(odd: float) -> None:
+    before = Measurement(
+        latency_us=odd,
+        spread_us=odd,
+        samples_us=(odd, 1.0),
+        calls_per_sample=3,
+        method="cuda-graph",
+        clock_mhz_before=odd,
+    )
+    after = Measurement.model_validate_json(before.model_dump_json())
+    # Unlike the values, their spelling is the same for NaN too.
+    assert repr(after) == repr(before)
+    assert math.isnan(after.latency_us) == math.isnan(odd)
+
+
+def test_a_measurement_is_checked_and_cannot_be_changed() -> None:
+    got = summarise([1.0], 1, "cpu-clock")
+    with pytest.raises(ValidationError):
+        got.latency_us = 2.0
+    with pytest.raises(ValidationError):
+        summarise([1.0], 1, "stopwatch")
+
+
+def inputs_of(n_bytes: int, seeds: list[int]) -> Any:
+    def make(seed: int) -> Inputs:
+        seeds.append(seed)
+        half = torch.empty(n_bytes // 2, dtype=torch.uint8)
+        # Numbers have no size, and tensors count wherever they are.
+        return {"x": half, "eps": 1e-6, "rest": [half[: n_bytes // 4], (half[n_bytes // 4 :], None)]}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "l2_bytes", "count"),
+    [
+        (MIB, 4 * MIB, 4 * L2_MULTIPLE),
+        (MIB, MIB + 1, L2_MULTIPLE + 1),
+        (MIB, MIB - 1, L2_MULTIPLE),
+        (1024, 50 * MIB, MOST_INPUT_SETS),
+        (64 * MIB, 4 * MIB, 2),
+        (MIB, 1, 2),
+        (MIB, 0, 1),
+        (0, 0, 1),
+        (0, 50 * MIB, MOST_INPUT_SETS),
+    ],
+)
+def test_sets_are_several_times_the_l2_cache(n_bytes: int, l2_bytes: int, count: int) -> None:
+    seeds: list[int] = []
+    sets = rotated_inputs(inputs_of(n_bytes, seeds), l2_bytes)
+    assert len(sets) == count
+    # Every set has contents of its own.
+    assert seeds == list(range(count))
+    assert len({id(one) for one in sets}) == count
+
+
+def test_enough_is_several_times() -> None:
+    assert L2_MULTIPLE >= 4
+    assert 16 <= MOST_INPUT_SETS <= 256
+
+
+@pytest.mark.parametrize("n_sets", [1, 3])
+def test_cpu_samples_are_means_over_all_sets(clock: SimpleNamespace, n_sets: int) -> None:
+    calls: list[int] = []
+
+    def function(inputs: Inputs) -> None:
+        calls.append(inputs["seed"])
+        # Later sets take longer, and the very first call takes longest.
+        clock.now += 5.0 if len(calls) == 1 else 0.001 * (1 + inputs["seed"])
+
+    got = measure(function, [{"seed": seed} for seed in range(n_sets)], budget_s=0.05)
+    mean_us = 1000.0 * (n_sets + 1) / 2
+    assert got.method == "cpu-clock"
+    assert got.calls_per_sample == n_sets
+    assert got.samples_us == pytest.approx([mean_us] * len(got.samples_us))
+    assert got.latency_us == pytest.approx(mean_us)
+    assert (got.host_us, got.clock_mhz_before, got.note) == (None, None, "")
+    # The first pass only warms up; every set is used as often as any other.
+    assert len(got.samples_us) == len(calls) / n_sets - 1
+    assert calls == list(range(n_sets)) * (1 + len(got.samples_us))
+    assert 0.05 <= len(got.samples_us) * n_sets * mean_us / 1e6 <= 0.07
+
+
+def test_a_slow_function_is_sampled_once(clock: SimpleNamespace) -> None:
+    def function(inputs: Inputs) -> None:
+        clock.now += 3.0
+
+    got = measure(function, [{}], budget_s=0.0)
+    assert (got.latency_us, got.spread_us, got.samples_us) == (3e6, 0.0, (3e6,))
+
+
+def test_a_function_that_takes_no_time(clock: SimpleNamespace) -> None:
+    got = measure(lambda inputs: None, [{}])
+    assert got.latency_us == got.spread_us == 0.0
+    assert 1 <= len(got.samples_us) <= 1000
+
+
+def test_doing_nothing_by_the_real_clock() -> None:
+    got = measure(lambda inputs: None, [{"x": torch.ones(1)}], budget_s=0.01)
+    assert 0 <= got.latency_us < 1000
+    assert math.isfinite(got.spread_us)
+    assert got.latency_us == statistics.median(got.samples_us)
+
+
+def test_without_inputs_there_is_nothing_to_measure() -> None:
+    with pytest.raises(ValueError, match="input_sets must hold at least one set, got none"):
+        measure(lambda inputs: None, [])
+
+
+class Refusal(Exception):
+    pass
+
+
+def refuse(inputs: Inputs) -> None:
+    raise Refusal
+
+
+def test_what_the_function_raises_reaches_the_caller() -> None:
+    with pytest.raises(Refusal):
+        measure(refuse, [{"x": torch.ones(1)}])
+
+
+def copy(inputs: Inputs) -> torch.Tensor:
+    return inputs["x"].clone()
+
+
+def gpu_sets(n_bytes: int, l2_bytes: int | None = None) -> list[Inputs]:
+    def make(seed: int) -> Inputs:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return {"x": torch.randn(n_bytes // 4, generator=generator, device="cuda")}
+
+    return rotated_inputs(make, torch.cuda.get_device_properties().L2_cache_size if l2_bytes is None else l2_bytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_bytes", [MIB, 8 * MIB, 64 * MIB])
+def test_no_copy_is_faster_than_memory(n_bytes: int) -> None:
+    peak = current_device().bandwidth_bytes_per_s.value
+    if peak is None:
+        pytest.skip("the bandwidth of this card is not known")
+    got = measure(copy, gpu_sets(n_bytes))
+    assert (got.method, got.note) == ("cuda-graph", "")
+    assert 2 * n_bytes / (got.latency_us * 1e-6) <= peak
+    assert len(got.samples_us) >= 5
+
+
+@pytest.mark.gpu
+def test_rotation_keeps_inputs_out_of_the_cache() -> None:
+    if torch.cuda.get_device_properties().L2_cache_size < 24 * MIB:
+        pytest.skip("needs an L2 cache of 24 MiB, so that a copy is much faster from it")
+    warm, cold = measure(copy, gpu_sets(8 * MIB, l2_bytes=0)), measure(copy, gpu_sets(8 * MIB))
+    assert cold.latency_us > warm.latency_us
+
+
+@pytest.mark.gpu
+def test_latency_is_that_of_one_call() -> None:
+    def sleep(inputs: Inputs) -> None:
+        torch.cuda._sleep(inputs["cycles"])
+
+    def latency_us(cycles: int, n_sets: int) -> float:
+        sets = [{"x": torch.ones(1, device="cuda"), "cycles": cycles}] * n_sets
+        return measure(sleep, sets, budget_s=0.1).latency_us
+
+    once = latency_us(200_000, 1)
+    assert latency_us(200_000, 7) == pytest.approx(once, rel=0.3)
+    assert latency_us(800_000, 1) == pytest.approx(4 * once, rel=0.3)
+
+
+@pytest.mark.gpu
+def test_host_time_does_not_wait_for_the_gpu() -> None:
+    def sleep(inputs: Inputs) -> None:
+        torch.cuda._sleep(2_000_000)
+
+    got = measure(sleep, gpu_sets(4096, l2_bytes=0), budget_s=0.05)
+    assert got.host_us is not None
+    assert 0 < got.host_us < got.latency_us / 4
+
+
+@pytest.mark.gpu
+# PyTorch warns of a graph without a kernel.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_doing_nothing_on_a_gpu() -> None:
+    got = measure(lambda inputs: None, gpu_sets(4096, l2_bytes=0), budget_s=0.05)
+    assert math.isfinite(got.latency_us)
+    assert got.latency_us >= 0
+    assert got.host_us is not None
+    assert got.host_us > 0
+
+
+@pytest.mark.gpu
+def test_every_input_set_is_used_as_often_as_any_other() -> None:
+    sets = [{"count": torch.zeros((), dtype=torch.int64, device="cuda")} for _ in range(5)]
+    got = measure(lambda inputs: inputs["count"].add_(1), sets, budget_s=0.05)
+    counts = [int(one["count"]) for one in sets]
+    assert got.method == "cuda-graph"
+    assert got.calls_per_sample % len(sets) == 0
+    assert min(counts[1:]) == max(counts[1:])
+    assert min(counts) >= len(got.samples_us) * got.calls_per_sample / len(sets)
+
+
+def wait(inputs: Inputs) -> torch.Tensor:
+    return inputs["x"] * float(inputs["x"].sum())
+
+
+def refuse_capture(inputs: Inputs) -> torch.Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise Refusal("in two\nlines")
+    return inputs["x"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", [wait, refuse_capture])
+def test_without_a_graph_events_measure_and_the_process_goes_on(function: Any) -> None:
+    sets = gpu_sets(64 * 1024)
+    got = measure(function, sets, budget_s=0.05)
+    assert got.method == "cuda-events"
+    assert got.note.startswith("no CUDA graph: ")
+    assert "\n" not in got.note
+    if function is refuse_capture:
+        assert got.note == "no CUDA graph: Refusal: in two"
+    assert got.latency_us > 0
+    assert got.host_us is not None
+    assert got.host_us > 0
+    # Random numbers, allocations and graphs all work afterwards.
+    x = torch.randn(1000, device="cuda")
+    assert float((x + 1 - x).mean()) == pytest.approx(1.0)
+    assert measure(copy, sets, budget_s=0.05).method == "cuda-graph"
+
+
+@pytest.mark.gpu
+def test_what_the_function_raises_on_a_gpu_reaches_the_caller() -> None:
+    with pytest.raises(Refusal):
+        measure(refuse, gpu_sets(4096))
+    assert measure(copy, gpu_sets(4096, l2_bytes=0), budget_s=0.05).method == "cuda-graph"

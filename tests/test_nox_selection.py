@@ -1,0 +1,109 @@
+"""The rules by which `nox -s tests -- --since REV` chooses test suites."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ("tk-one", "tk-two")
+EVERYTHING = {"tk-kernel-core", "tk-testkit", "repository", *KERNELS}
+
+
+@pytest.fixture(scope="module")
+def noxfile() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("paths", "suites"),
+    [
+        ([], {"repository"}),
+        (["packages/tk-one/src/tk_one/_ops.py"], {"tk-one", "repository"}),
+        (["packages/tk-one/README.md", "packages/tk-two/tests/test_x.py"], {"tk-one", "tk-two", "repository"}),
+        (["docs/kernels/one.md", "README.md", "tests/test_conformance.py"], {"repository"}),
+        (["shared/tk-testkit/src/tk_testkit/close.py"], EVERYTHING),
+        (["shared/tk-kernel-core/README.md"], EVERYTHING),
+        (["noxfile.py"], EVERYTHING),
+        (["constraints.txt"], EVERYTHING),
+        (["pyproject.toml"], EVERYTHING),
+        ([".ci/run"], EVERYTHING),
+        (["README.md", "packages/tk-two/pyproject.toml", "LICENSE"], EVERYTHING),
+    ],
+)
+def test_known_paths_choose_suites(noxfile: ModuleType, paths: list[str], suites: set[str]) -> None:
+    assert noxfile.affected(paths, KERNELS) == (suites, [])
+
+
+@pytest.mark.parametrize("path", ["packages/tk-gone/src/tk_gone/_ops.py", "packages/notes.txt", "elsewhere/a.md"])
+def test_unknown_paths_choose_everything_and_are_named(noxfile: ModuleType, path: str) -> None:
+    assert noxfile.affected(["docs/index.md", path], KERNELS) == (EVERYTHING, [path])
+
+
+class RecordingSession:
+    """Answers git commands, and keeps warnings."""
+
+    def __init__(self, posargs: list[str], diff: str = "", files: str = "") -> None:
+        self.posargs = posargs
+        self.answers = {"diff": diff, "ls-files": files}
+        self.commands: list[tuple[str, ...]] = []
+        self.warnings: list[str] = []
+
+    def run(self, *command: str, **_: Any) -> str:
+        self.commands.append(command)
+        return self.answers[command[1]]
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+    def error(self, message: str) -> None:
+        raise RuntimeError(message)
+
+
+def test_without_since_every_suite_runs_and_git_is_not_asked(noxfile: ModuleType) -> None:
+    session = RecordingSession(["-k", "x"])
+    suites, arguments = noxfile.selection(session)
+    assert suites == {*noxfile.PROJECTS, "repository"}
+    assert arguments == ["-k", "x"]
+    assert session.commands == []
+
+
+def test_since_reads_committed_and_uncommitted_changes_and_leaves_other_arguments(noxfile: ModuleType) -> None:
+    session = RecordingSession(["-x", "--since", "main", "-k", "y"], "docs/index.md\n", "noxfile.py\n")
+    suites, arguments = noxfile.selection(session)
+    assert suites == {*noxfile.PROJECTS, "repository"}
+    assert arguments == ["-x", "-k", "y"]
+    assert session.posargs == ["-x", "--since", "main", "-k", "y"]
+    assert ("git", "diff", "--name-only", "main...") in session.commands
+
+
+def test_since_names_files_that_no_rule_knows(noxfile: ModuleType) -> None:
+    session = RecordingSession(["--since", "main"], "somewhere/else.py\n")
+    noxfile.selection(session)
+    assert len(session.warnings) == 1
+    assert "somewhere/else.py" in session.warnings[0]
+
+
+def test_since_without_a_revision_is_an_error(noxfile: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="needs a revision"):
+        noxfile.selection(RecordingSession(["--since"]))
+
+
+def test_tested_triton_is_left_out_by_exactly_one_line(noxfile: ModuleType, tmp_path: Path) -> None:
+    session = RecordingSession([])
+    session.create_tmp = lambda: str(tmp_path)  # type: ignore[attr-defined]
+    kept = noxfile.constraints_without_triton(session).read_text().splitlines()
+    everything = (ROOT / "constraints.txt").read_text().splitlines()
+    removed = [line for line in everything if line not in kept]
+    assert len(removed) == 1
+    assert removed[0].startswith("triton==")
+    assert any(line.startswith("torch==") for line in kept)
