@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from nox.project import load_toml
+
 from tk_kernel_core.spec import KernelSpec, installed_specs
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+
 from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused
 
 X, W = torch.ones(4, 8), torch.ones(8)

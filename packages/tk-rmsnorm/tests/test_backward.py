@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused, rmsnorm_torch
 from tk_rmsnorm._plans import rmsnorm_backward

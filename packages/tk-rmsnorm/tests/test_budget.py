@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tk_kernel_core.budget import check_budget, load_budget
 from tk_kernel_core.resources import report_resources
 from tk_rmsnorm._spec import SPEC

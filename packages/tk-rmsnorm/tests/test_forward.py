@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
-import tk_rmsnorm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import tk_rmsnorm
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused, rmsnorm_torch
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch
@@ -204,9 +205,9 @@ def test_in_place_writes_strided_tensors_and_nothing_else(name: str, device: str
 
 @settings(max_examples=25)
 @given(data=st.data(), shape=shapes(max_rank=4, max_elements=2048), dtype=floating_dtypes())
-def test_any_layout_property(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_any_layout_property(device: str, data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     strides = data.draw(strides_for(shape))
-    x = guarded_view(shape, strides, dtype)
+    x = guarded_view(shape, strides, dtype, device=device)
     assert torch.equal(rmsnorm(x), rmsnorm(x.contiguous()))
     assert_guards_intact(x)
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+
 from tk_kernel_core import launch
 from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_torch
 from tk_rmsnorm._plans import rmsnorm_backward

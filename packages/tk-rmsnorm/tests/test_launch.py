@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tk_kernel_core.layout import RowLayout
 from tk_kernel_core.targets import COMPILE_TARGETS
 from tk_rmsnorm._launch import backward_config, forward_config, next_power_of_two, row_strides

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused
 
 NUMBERS = (1e-6, 0.0, "fp32")
 

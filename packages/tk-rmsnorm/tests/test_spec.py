@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tk_kernel_core.bench import check_kernel
 from tk_kernel_core.launch import launch_target, recording
 from tk_rmsnorm._spec import SPEC

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from tk_kernel_core import device as device_module
 
 TABLE = {

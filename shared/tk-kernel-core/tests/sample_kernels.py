@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from tk_kernel_core.launch import Kernel, KernelLaunch, PreparedLaunch
 
 

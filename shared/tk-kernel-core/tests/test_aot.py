@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+
 from tk_kernel_core.aot import compile_launch, specialization_key
 from tk_kernel_core.launch import KernelLaunch, TensorArgument
 from tk_kernel_core.targets import COMPILE_TARGETS, Target
-from triton.backends.compiler import GPUTarget
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tk_kernel_core import baselines
 from tk_kernel_core.launch import PreparedLaunch
 from tk_kernel_core.spec import BaselineUnavailable

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tk_kernel_core import bench
 from tk_kernel_core.bench import bench_kernel, check_kernel, compare, environment, predict_kernel
 from tk_kernel_core.device import known_device

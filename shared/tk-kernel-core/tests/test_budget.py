@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+
 from tk_kernel_core.budget import Budget, check_budget, load_budget, make_budget, write_budget
 from tk_kernel_core.resources import CaseResources, KernelResources, report_resources
 from tk_kernel_core.spec import Case, Cost, KernelSpec, Tolerance

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tk_kernel_core.checks import (
     ACTIVATION_DTYPES,
     check_choice,

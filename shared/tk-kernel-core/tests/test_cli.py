@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from tk_kernel_core import bench, cli, commands, device, resources, selection
 from tk_kernel_core.device import known_device
 from tk_kernel_core.resources import CaseResources, KernelResources
@@ -343,9 +344,7 @@ def compiled(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_resource_table_shows_every_kernel(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resource_table_shows_every_kernel(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert cli.main(["resources", "tk-fake", "--target", "gfx942", "--tag", "decode"]) == selection.OK
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "fake_kernel" in line]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+
 from tk_kernel_core import selection
 from tk_kernel_core.results import Report
 

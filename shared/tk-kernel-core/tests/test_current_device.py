@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tk_kernel_core.device import DeviceInfo, current_device
 
 FakeProperties = Callable[..., Any]

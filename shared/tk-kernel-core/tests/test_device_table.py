@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tk_kernel_core import device as device_module
 from tk_kernel_core.device import (
     PEAKS,

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton import knobs
+
 from tk_kernel_core import launch as launch_module
 from tk_kernel_core.launch import DIRECT_LAUNCH_TRITON_VERSIONS, Kernel, PreparedLaunch, recording
-from triton import knobs
 
 sys.path.append(str(Path(__file__).parent))
 

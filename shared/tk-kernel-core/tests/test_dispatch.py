@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tk_kernel_core.dispatch import backend_of, interpreting
+
+from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import planning, recording
 from tk_kernel_core.targets import COMPILE_TARGETS
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tk_kernel_core.interpreter import prepare_interpreter
 from tk_kernel_core.launch import Kernel, PreparedLaunch
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tk_kernel_core.launch import (
     Kernel,
     KernelLaunch,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+
 from tk_kernel_core.launch import DIRECT_LAUNCH_TRITON_VERSIONS, Kernel, PreparedLaunch, allocator
 
 sys.path.append(str(Path(__file__).parent))

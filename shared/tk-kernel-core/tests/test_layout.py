@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tk_kernel_core.layout import RowLayout, row_layout
 from tk_testkit import shapes, strides_for
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_testkit import assert_close, floating_dtypes
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tk_kernel_core.registration import define_operator, takes_operator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tk_kernel_core.registration import define_operator, takes_operator
 
 Operator = Callable[..., Any]
 

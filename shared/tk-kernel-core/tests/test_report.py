@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
 from tk_kernel_core import plot, report
 from tk_kernel_core.bench import environment
 from tk_kernel_core.device import Fact, known_device

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from triton import knobs
+
 from tk_kernel_core import resources
 from tk_kernel_core.aot import compile_launch
 from tk_kernel_core.resources import INSTRUCTION_FAMILIES, MATRIX_FAMILIES, KernelResources, inspect, report_resources
 from tk_kernel_core.spec import Case, Cost, KernelSpec, Tolerance
 from tk_kernel_core.targets import COMPILE_TARGETS
-from triton import knobs
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tk_kernel_core.device import PEAKS, DeviceInfo, Fact, known_device, known_devices
 from tk_kernel_core.roofline import Placement, place, roof_us
 from tk_kernel_core.spec import Cost

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tk_kernel_core import spec as spec_module
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.launch import Kernel, PreparedLaunch, is_planning, launch_target, recording
@@ -98,7 +99,9 @@ def test_an_entry_point_has_its_spec_s_name(installed: dict[str, Any]) -> None:
         installed_specs()
 
 
-@pytest.mark.parametrize("value", [None, make_spec, KernelSpec, {"name": "tk-one"}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, make_spec, KernelSpec, {"name": "tk-one"}], ids=["none", "function", "class", "mapping"]
+)
 def test_an_entry_point_names_a_spec(installed: dict[str, Any], value: object) -> None:
     installed["tk-one"] = [value]
     with pytest.raises(TypeError, match=f"entry point tk-one:SPEC must name a KernelSpec, got {type(value).__name__}"):

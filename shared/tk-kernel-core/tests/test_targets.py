@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from tk_kernel_core import targets
 from tk_kernel_core.targets import COMPILE_TARGETS, INTERPRETED_TARGET, Target, target_of
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+
 from tk_kernel_core import timing
-from tk_kernel_core.device import current_device
-from tk_kernel_core.spec import Inputs
-from tk_kernel_core.timing import L2_MULTIPLE, MOST_INPUT_SETS, Measurement, measure, rotated_inputs, summarise
+from tk_kernel_core.device import current_device, known_device, known_devices
+from tk_kernel_core.timing import MOST_INPUT_SETS, ROTATED_BYTES, Measurement, measure, rotated_inputs, summarise
+
+if TYPE_CHECKING:
+    from tk_kernel_core.spec import Inputs
 
 MIB = 2**20
 
@@ -77,38 +80,48 @@ def test_a_measurement_is_checked_and_cannot_be_changed() -> None:
 def inputs_of(n_bytes: int, seeds: list[int]) -> Any:
     def make(seed: int) -> Inputs:
         seeds.append(seed)
-        half = torch.empty(n_bytes // 2, dtype=torch.uint8)
+        quarter = torch.empty(n_bytes // 8, dtype=torch.bfloat16, device="meta")
         # Numbers have no size, and tensors count wherever they are.
-        return {"x": half, "eps": 1e-6, "rest": [half[: n_bytes // 4], (half[n_bytes // 4 :], None)]}
+        return {"x": torch.cat((quarter, quarter)), "eps": 1e-6, "rest": [quarter, (quarter, None)]}
 
     return make
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "l2_bytes", "count"),
+    ("n_bytes", "count"),
     [
-        (MIB, 4 * MIB, 4 * L2_MULTIPLE),
-        (MIB, MIB + 1, L2_MULTIPLE + 1),
-        (MIB, MIB - 1, L2_MULTIPLE),
-        (1024, 50 * MIB, MOST_INPUT_SETS),
-        (64 * MIB, 4 * MIB, 2),
-        (MIB, 1, 2),
-        (MIB, 0, 1),
-        (0, 0, 1),
-        (0, 50 * MIB, MOST_INPUT_SETS),
+        (ROTATED_BYTES // 32, 32),
+        (ROTATED_BYTES // 32 + 1024, 32),
+        (ROTATED_BYTES // 32 - 1024, 33),
+        (ROTATED_BYTES // 2 - 1024, 3),
+        # A set that is large alone has another to alternate with.
+        (ROTATED_BYTES // 2, 2),
+        (4 * ROTATED_BYTES, 2),
+        (1024, MOST_INPUT_SETS),
+        (0, MOST_INPUT_SETS),
     ],
 )
-def test_sets_are_several_times_the_l2_cache(n_bytes: int, l2_bytes: int, count: int) -> None:
+def test_sets_for_a_gpu_are_several_times_its_caches(n_bytes: int, count: int) -> None:
     seeds: list[int] = []
-    sets = rotated_inputs(inputs_of(n_bytes, seeds), l2_bytes)
+    sets = rotated_inputs(inputs_of(n_bytes, seeds), "cuda")
     assert len(sets) == count
     # Every set has contents of its own.
     assert seeds == list(range(count))
     assert len({id(one) for one in sets}) == count
 
 
-def test_enough_is_several_times() -> None:
-    assert L2_MULTIPLE >= 4
+@pytest.mark.parametrize("n_bytes", [0, 1024, ROTATED_BYTES])
+def test_a_cpu_has_one_set(n_bytes: int) -> None:
+    seeds: list[int] = []
+    assert len(rotated_inputs(inputs_of(n_bytes, seeds), "cpu")) == 1
+    assert seeds == [0]
+
+
+def test_a_gigabyte_is_several_times_the_largest_cache() -> None:
+    cards = [known_device(card).l2_bytes.value for card in known_devices()]
+    # The Infinity Cache of MI300X, which its L2 figure does not include.
+    largest = max(256 * MIB, *filter(None, cards))
+    assert 4 * largest <= ROTATED_BYTES
     assert 16 <= MOST_INPUT_SETS <= 256
 
 
@@ -177,12 +190,13 @@ def copy(inputs: Inputs) -> torch.Tensor:
     return inputs["x"].clone()
 
 
-def gpu_sets(n_bytes: int, l2_bytes: int | None = None) -> list[Inputs]:
-    def make(seed: int) -> Inputs:
-        generator = torch.Generator("cuda").manual_seed(seed)
-        return {"x": torch.randn(n_bytes // 4, generator=generator, device="cuda")}
+def gpu_set(n_bytes: int, seed: int = 0) -> Inputs:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return {"x": torch.randn(n_bytes // 4, generator=generator, device="cuda")}
 
-    return rotated_inputs(make, torch.cuda.get_device_properties().L2_cache_size if l2_bytes is None else l2_bytes)
+
+def rotated(n_bytes: int) -> list[Inputs]:
+    return rotated_inputs(lambda seed: gpu_set(n_bytes, seed), "cuda")
 
 
 @pytest.mark.gpu
@@ -191,7 +205,7 @@ def test_no_copy_is_faster_than_memory(n_bytes: int) -> None:
     peak = current_device().bandwidth_bytes_per_s.value
     if peak is None:
         pytest.skip("the bandwidth of this card is not known")
-    got = measure(copy, gpu_sets(n_bytes))
+    got = measure(copy, rotated(n_bytes))
     assert (got.method, got.note) == ("cuda-graph", "")
     assert 2 * n_bytes / (got.latency_us * 1e-6) <= peak
     assert len(got.samples_us) >= 5
@@ -201,7 +215,7 @@ def test_no_copy_is_faster_than_memory(n_bytes: int) -> None:
 def test_rotation_keeps_inputs_out_of_the_cache() -> None:
     if torch.cuda.get_device_properties().L2_cache_size < 24 * MIB:
         pytest.skip("needs an L2 cache of 24 MiB, so that a copy is much faster from it")
-    warm, cold = measure(copy, gpu_sets(8 * MIB, l2_bytes=0)), measure(copy, gpu_sets(8 * MIB))
+    warm, cold = measure(copy, [gpu_set(8 * MIB)]), measure(copy, rotated(8 * MIB))
     assert cold.latency_us > warm.latency_us
 
 
@@ -224,7 +238,7 @@ def test_host_time_does_not_wait_for_the_gpu() -> None:
     def sleep(inputs: Inputs) -> None:
         torch.cuda._sleep(2_000_000)
 
-    got = measure(sleep, gpu_sets(4096, l2_bytes=0), budget_s=0.05)
+    got = measure(sleep, [gpu_set(4096)], budget_s=0.05)
     assert got.host_us is not None
     assert 0 < got.host_us < got.latency_us / 4
 
@@ -233,7 +247,7 @@ def test_host_time_does_not_wait_for_the_gpu() -> None:
 # PyTorch warns of a graph without a kernel.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_doing_nothing_on_a_gpu() -> None:
-    got = measure(lambda inputs: None, gpu_sets(4096, l2_bytes=0), budget_s=0.05)
+    got = measure(lambda inputs: None, [gpu_set(4096)], budget_s=0.05)
     assert math.isfinite(got.latency_us)
     assert got.latency_us >= 0
     assert got.host_us is not None
@@ -264,7 +278,7 @@ def refuse_capture(inputs: Inputs) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", [wait, refuse_capture])
 def test_without_a_graph_events_measure_and_the_process_goes_on(function: Any) -> None:
-    sets = gpu_sets(64 * 1024)
+    sets = rotated(64 * 1024)
     got = measure(function, sets, budget_s=0.05)
     assert got.method == "cuda-events"
     assert got.note.startswith("no CUDA graph: ")
@@ -283,5 +297,5 @@ def test_without_a_graph_events_measure_and_the_process_goes_on(function: Any) -
 @pytest.mark.gpu
 def test_what_the_function_raises_on_a_gpu_reaches_the_caller() -> None:
     with pytest.raises(Refusal):
-        measure(refuse, gpu_sets(4096))
-    assert measure(copy, gpu_sets(4096, l2_bytes=0), budget_s=0.05).method == "cuda-graph"
+        measure(refuse, rotated(4096))
+    assert measure(copy, [gpu_set(4096)], budget_s=0.05).method == "cuda-graph"

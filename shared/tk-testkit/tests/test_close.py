@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tk_kernel_core.spec import Tolerance
 from tk_testkit import assert_close
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tk_testkit import assert_guards_intact, dense_strides, floating_dtypes, guarded_view, shapes, strides_for
 
 

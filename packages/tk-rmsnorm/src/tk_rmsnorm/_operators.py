@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import torch
-from tk_kernel_core.registration import define_operator
 
+from tk_kernel_core.registration import define_operator
 from tk_rmsnorm import _plans
 from tk_rmsnorm._reference import rmsnorm_backward_torch
 

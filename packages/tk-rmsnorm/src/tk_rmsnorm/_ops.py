@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from tk_kernel_core.registration import takes_operator
 
+from tk_kernel_core.registration import takes_operator
 from tk_rmsnorm import _operators, _plans
 
 Casting = Literal["fp32", "llama"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
+
 from tk_kernel_core.checks import (
     check_choice,
     check_number,
@@ -21,7 +22,6 @@ from tk_kernel_core.checks import (
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import row_layout
-
 from tk_rmsnorm._launch import backward_config, forward_config, row_strides
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_backward_torch, rmsnorm_torch
 

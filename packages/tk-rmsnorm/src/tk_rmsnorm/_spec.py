@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
+
 from tk_kernel_core import baselines
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import BaselineUnavailable, Case, CaseValue, Cost, Inputs, KernelSpec, Tolerance
-
 from tk_rmsnorm._ops import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm
 from tk_rmsnorm._plans import rmsnorm_backward
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_backward_torch, rmsnorm_torch

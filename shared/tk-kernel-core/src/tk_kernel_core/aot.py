@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tk_kernel_core.dispatch import interpreting
+from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import Kernel, KernelLaunch, TensorArgument
 from tk_kernel_core.targets import Target
 

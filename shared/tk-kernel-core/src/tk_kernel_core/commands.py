@@ -124,7 +124,7 @@ def run_roofline(options: argparse.Namespace) -> int:
 
 def run_resources(options: argparse.Namespace) -> int:
     """Compile kernels ahead of time, and report what they need, or check or write their budget."""
-    from tk_kernel_core.dispatch import interpreting
+    from tk_kernel_core.interpreter import interpreting
 
     if options.write_budget and options.budget is None:
         raise Stop(USAGE, "--write-budget needs --budget FILE")
@@ -190,7 +190,7 @@ def _prepare(named: str | None) -> tuple[Setting, DeviceInfo]:
         named: The card that predictions are for where no GPU is used.
     """
     from tk_kernel_core.device import current_device
-    from tk_kernel_core.dispatch import interpreting
+    from tk_kernel_core.interpreter import interpreting
 
     card = known_card(named or DEFAULT_CARD)
     _require_triton()

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Literal
 
 from tk_kernel_core import launch
+from tk_kernel_core.interpreter import interpreting
 
 if TYPE_CHECKING:
     import torch
 
 Backend = Literal["triton", "reference"]
-
-
-def interpreting() -> bool:
-    """Whether the environment asks Triton for its interpreter, by `TRITON_INTERPRET=1`."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "yes", "on", "y"}
 
 
 def backend_of(name: str, tensor: torch.Tensor) -> Backend:

@@ -1,4 +1,4 @@
-"""The Triton interpreter, made to compute what a GPU computes.
+"""The Triton interpreter: whether it is on, and making it compute what a GPU computes.
 
 The interpreter of Triton 3.6 (and 3.9) keeps bfloat16 as 16-bit integers: it truncates where a GPU rounds
 to the nearest value, and its `tl.dot` multiplies the integers. It also refuses inline assembly, so it cannot
@@ -10,7 +10,13 @@ wrong: kernels convert to fp32 first.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
+
+
+def interpreting() -> bool:
+    """Whether the environment asks Triton for its interpreter, by `TRITON_INTERPRET=1`."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "yes", "on", "y"}
 
 
 @functools.cache

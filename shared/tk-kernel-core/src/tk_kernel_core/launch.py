@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from tk_kernel_core.interpreter import interpreting, prepare_interpreter
 from tk_kernel_core.targets import Target, target_of
 
 if TYPE_CHECKING:
@@ -56,11 +57,7 @@ class Kernel:
         Raises:
             ModuleNotFoundError: triton is not installed.
         """
-        from tk_kernel_core.dispatch import interpreting
-
         if interpreting():
-            from tk_kernel_core.interpreter import prepare_interpreter
-
             prepare_interpreter()
         try:
             importlib.import_module("triton")

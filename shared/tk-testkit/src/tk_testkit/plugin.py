@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tk_kernel_core.dispatch import interpreting
+
+from tk_kernel_core.interpreter import interpreting
 
 MARKERS = (
     "gpu: needs a GPU",
