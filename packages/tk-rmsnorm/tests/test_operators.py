@@ -114,3 +114,15 @@ def test_a_mode_sees_the_operator(device: str) -> None:
     with Recorder() as recorder:
         rmsnorm(torch.ones(2, 8, device=device))
     assert "tk_rmsnorm.rmsnorm.default" in recorder.names
+
+
+def test_tangents_are_refused_not_dropped(device: str) -> None:
+    x = torch.randn(2, 8, device=device)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not implemented"):
+        torch.func.jvp(rmsnorm, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation is not implemented"):
+            fused_add_rmsnorm(x, dual)
+        # Other tensors are served as ever.
+        assert torch.equal(rmsnorm(x), rmsnorm(x.clone()))

@@ -134,9 +134,10 @@ def test_only_jit_functions() -> None:
 
 
 def test_not_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = copy_launch()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match=r"copy_kernel cannot be compiled ahead of time while TRITON_INTERPRET"):
-        compile_launch(copy_launch(), SM_90)
+        compile_launch(launch, SM_90)
 
 
 def test_kernel_that_does_not_compile() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tk_kernel_core import selection
+from tk_kernel_core.interpreter import numpy_is_too_new
 from tk_kernel_core.results import Report
 
 KERNEL = """
@@ -77,6 +78,11 @@ SPEC = KernelSpec(
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+interprets = pytest.mark.skipif(
+    numpy_is_too_new(), reason="starts a process with the interpreter, which fails with this NumPy"
+)
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> Run:
     """Install the package tk-sample for a process of its own, on a machine without a GPU."""
@@ -108,6 +114,7 @@ def installed(tmp_path: Path) -> Run:
     return run
 
 
+@interprets
 def test_check_runs_the_kernel_in_the_interpreter(installed: Run) -> None:
     done = installed("check", "tk-sample", "--json")
     assert done.returncode == selection.OK, done.stderr
@@ -121,6 +128,7 @@ def test_check_runs_the_kernel_in_the_interpreter(installed: Run) -> None:
     assert "a kernel that prints" in done.stderr
 
 
+@interprets
 def test_check_finds_a_wrong_kernel(installed: Run) -> None:
     done = installed("check", "tk-sample", "--tag", "decode", factor="3")
     assert done.returncode == selection.FAILED == 1
@@ -129,11 +137,13 @@ def test_check_finds_a_wrong_kernel(installed: Run) -> None:
     assert "tk-sample decode: the largest error is" in done.stderr
 
 
+@interprets
 def test_an_explicit_choice_of_the_interpreter_is_kept(installed: Run) -> None:
     done = installed("check", "tk-sample", "--case", "decode", environment={"TRITON_INTERPRET": "1"})
     assert done.returncode == selection.OK, done.stderr
 
 
+@interprets
 def test_bench_times_kernel_and_baselines(installed: Run) -> None:
     done = installed("bench", "tk-sample", "--case", "decode", "--gpu", "A100-40GB-SXM", "--json")
     assert done.returncode == selection.OK, done.stderr
@@ -147,6 +157,7 @@ def test_bench_times_kernel_and_baselines(installed: Run) -> None:
     assert (absent.timing, absent.unavailable) == (None, "no such <package>")
 
 
+@interprets
 def test_demo_writes_a_report_and_prints_one_table(installed: Run, tmp_path: Path) -> None:
     done = installed("demo", "tk-sample", "--report", str(tmp_path / "out"))
     assert done.returncode == selection.OK, done.stderr
@@ -161,6 +172,7 @@ def test_demo_writes_a_report_and_prints_one_table(installed: Run, tmp_path: Pat
     assert str(tmp_path / "out" / "report.html") in done.stderr
 
 
+@interprets
 def test_progress_is_shown_on_stderr_when_forced(installed: Run) -> None:
     done = installed("check", "tk-sample", "--json", environment={"FORCE_COLOR": "1"})
     assert done.returncode == selection.OK, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -177,19 +178,16 @@ def test_modes_take_the_operator() -> None:
         assert not takes_operator(x)
 
 
-# torch.func.jvp compiles decompositions of its own.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize(
     "transform",
     [
         torch.func.vmap,
         lambda function: torch.func.grad(lambda x: function(x).sum()),
-        lambda function: lambda x: torch.func.jvp(function, (x,), (x,)),
         torch.func.functionalize,
         make_fx,
         lambda function: lambda x: make_fx(function, tracing_mode="fake")(x),
     ],
-    ids=["vmap", "grad", "jvp", "functionalize", "make_fx", "make_fx on fake tensors"],
+    ids=["vmap", "grad", "functionalize", "make_fx", "make_fx on fake tensors"],
 )
 def test_transforms_and_tracing_take_the_operator(transform: Callable[..., Any]) -> None:
     seen = []
@@ -226,3 +224,20 @@ class AsModule(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.function(x)
+
+
+# torch.func.jvp compiles decompositions of its own.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_tangent_is_refused() -> None:
+    x = torch.ones(3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        takes_operator(None, x)
+        return x
+
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not implemented"):
+        torch.func.jvp(function, (x,), (x,))
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation is not implemented"):
+            function(forward_ad.make_dual(x, x))
+        assert not takes_operator(x, None)

@@ -19,6 +19,15 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "yes", "on", "y"}
 
 
+def numpy_is_too_new() -> bool:
+    """Whether the installed Triton's interpreter fails with the installed NumPy."""
+    import numpy
+    import triton
+
+    release = tuple(map(int, numpy.__version__.split(".")[:2]))
+    return release >= (2, 4) and triton.__version__.startswith(("3.6.", "3.7."))
+
+
 @functools.cache
 def prepare_interpreter() -> None:
     """Correct the interpreter's bfloat16 and make it pass over dependent-launch instructions.
@@ -31,7 +40,7 @@ def prepare_interpreter() -> None:
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4) and triton.__version__.startswith(("3.6.", "3.7.")):
+    if numpy_is_too_new():
         raise RuntimeError(
             f"the interpreter of Triton {triton.__version__} needs numpy below 2.4, got {np.__version__}: its loop "
             f"bounds fail on newer releases"

@@ -13,7 +13,8 @@ def rounding_tolerance(dtype: torch.dtype, terms: int, *, roundings: int = 1, ma
     """Return the tolerance of a result that was summed in fp32 and rounded to `dtype`.
 
     Both sides are rounded, so each rounding may move them one unit in the last place apart. A sum of n fp32
-    terms errs by about sqrt(n) units of fp32; 4 covers the products and the final operations around it.
+    terms taken in a tree, as a GPU takes it, errs by about sqrt(n) units of fp32; 4 covers the products and
+    the final operations around it.
 
     Args:
         dtype: Element type of the result.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 def define_operator(
@@ -52,7 +53,12 @@ def takes_operator(*tensors: torch.Tensor | None) -> bool:
 
     That is so while compiling or tracing, under a functional transform, when a gradient is wanted, and for
     tensor subclasses such as fake tensors.
+
+    Raises:
+        NotImplementedError: A tensor carries a tangent, which the kernels would drop.
     """
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     if _is_compiling() or _dispatch_modes() or _functional_transform() is not None:
         return True
     wants_gradient = _grad_enabled()
@@ -64,3 +70,12 @@ def takes_operator(*tensors: torch.Tensor | None) -> bool:
         if wants_gradient and tensor.requires_grad:
             return True
     return False
+
+
+def _refuse_tangents(tensors: tuple[torch.Tensor | None, ...]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "forward-mode differentiation is not implemented by Triton kernels: differentiate in reverse mode, or "
+                "use the package's PyTorch reference"
+            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -122,7 +123,7 @@ def measure(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs], *, 
             if repeats > 1:
                 run = _capture(function, input_sets, repeats)
         except Exception as error:  # noqa: BLE001 - whatever refuses the capture, the events still measure
-            torch.cuda.synchronize()
+            _recover_from_capture()
             method, note = "cuda-events", f"no CUDA graph: {type(error).__name__}: {error}".splitlines()[0]
 
             def run_eagerly() -> None:
@@ -159,13 +160,23 @@ def _capture(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs], re
     with torch.cuda.stream(stream):
         function(input_sets[0])
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(repeats):
-            for index, inputs in enumerate(input_sets):
-                results[index] = function(inputs)
+    with warnings.catch_warnings():
+        # A capture that fails also ends empty, of which torch warns.
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(repeats):
+                for index, inputs in enumerate(input_sets):
+                    results[index] = function(inputs)
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
+
+
+def _recover_from_capture() -> None:
+    torch.cuda.synchronize()
+    # A capture that CUDA broke off leaves torch's random generator in it; the next whole one takes it out.
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
 
 
 def _elapsed_us(run: Callable[[], None]) -> float:
