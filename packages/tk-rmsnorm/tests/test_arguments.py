@@ -72,8 +72,15 @@ def test_options(function: object, options: dict[str, object], error: type[Excep
 
 def test_in_place_refuses_memory_it_cannot_write_apart() -> None:
     x = X.clone()
-    with pytest.raises(ValueError, match="x and residual are both written in place and must be different tensors"):
-        fused_add_rmsnorm_(x, x)
+    buffer = torch.ones(5, 8)
+    for left, right in ((x, x), (x, x.view(4, 8)), (buffer[:4], buffer[1:]), (buffer[1:], buffer[:4])):
+        with pytest.raises(ValueError, match="x and residual are both written in place and must not share memory"):
+            fused_add_rmsnorm_(left, right)
+    # Apart in one buffer, side by side and interleaved.
+    sides = torch.ones(4, 16)
+    fused_add_rmsnorm_(sides[:, :8], sides[:, 8:])
+    fused_add_rmsnorm_(*torch.ones(2, 4, 8))
+    fused_add_rmsnorm_(torch.empty(0, 8), torch.empty(0, 8))
     with pytest.raises(ValueError, match="x is written in place and must not be expanded"):
         fused_add_rmsnorm_(torch.ones(1, 8).expand(4, 8), x)
     with pytest.raises(ValueError, match="residual is written in place and must not be expanded"):

@@ -143,9 +143,11 @@ def fused_add_rmsnorm_(
 
     Raises:
         TypeError: An argument is no tensor or has an unsupported dtype.
-        ValueError: Shapes or devices do not fit, a number lies outside its range, or `x` and `residual` are
-            one tensor or expanded ones.
+        ValueError: Shapes or devices do not fit, a number lies outside its range, or `x` and `residual`
+            share memory or are expanded.
     """
+    if x is residual:
+        raise ValueError("x and residual are both written in place and must not share memory")
     if torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (x, residual, weight)
     ):
@@ -153,8 +155,6 @@ def fused_add_rmsnorm_(
         y, total = fused_add_rmsnorm(x, residual, weight, eps, weight_offset=weight_offset, casting=casting)
         x.copy_(y)
         residual.copy_(total)
-    elif x is residual:
-        raise ValueError("x and residual are both written in place and must be different tensors")
     elif takes_operator(x, residual, weight):
         _operators.fused_add_rmsnorm_(x, residual, weight, eps, weight_offset, casting)
     else:

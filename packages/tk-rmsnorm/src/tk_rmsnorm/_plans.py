@@ -99,7 +99,10 @@ def forward(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float
         check_arguments(x, residual, weight, eps, weight_offset, casting, form)
         raise
     if plan is None:
-        plan = _PLANS.remember(key, _plan(x, residual, weight, eps, weight_offset, casting, form), x.device)
+        plan = _plan(x, residual, weight, eps, weight_offset, casting, form)
+        if form == "in_place" and not x.is_meta:
+            plan = _refusing_overlap(plan, x, residual)
+        _PLANS.remember(key, plan, x.device)
     return plan(x, residual, weight)
 
 
@@ -179,6 +182,20 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
         return y, total
 
     return {"norm": norm, "norm_of_sum": norm_of_sum, "norm_and_sum": norm_and_sum}[form]
+
+
+def _refusing_overlap(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
+    """Add to an in-place plan the one check that the addresses decide."""
+    dense = x.is_contiguous() and residual.is_contiguous()
+    # Slices of one buffer may interleave; only the same start is then sure to overlap.
+    x_bytes, residual_bytes = (x.nbytes, residual.nbytes) if dense else (1, 1)
+
+    def checked(x: Any, residual: Any, weight: Any) -> Any:
+        if -residual_bytes < residual.data_ptr() - x.data_ptr() < x_bytes:
+            raise ValueError("x and residual are both written in place and must not share memory")
+        return plan(x, residual, weight)
+
+    return checked
 
 
 def _deliver(form: Form, x: torch.Tensor, residual: torch.Tensor, y: torch.Tensor, total: torch.Tensor) -> Any:
