@@ -67,7 +67,7 @@ class TritonRMSNorm(torch.nn.Module):
         """Normalise the trailing dimensions of `x`.
 
         Args:
-            x: [..., *normalized_shape], float16, bfloat16 or float32.
+            x: float16, bfloat16 or float32, of a shape that ends in `normalized_shape`.
 
         Returns:
             A tensor like `x`.

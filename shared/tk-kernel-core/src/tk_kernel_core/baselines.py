@@ -39,21 +39,24 @@ def _prepared_copy(n_elements: int, device: torch.device, *dtypes: torch.dtype |
 
 
 def compiled(formula: Callable[[Inputs], Any]) -> Callable[[Inputs], Any]:
-    """Return the baseline `torch.compile(formula)`, compiled anew for every shape.
+    """Return the baseline `torch.compile(formula)`, compiled for the shapes at hand alone.
 
     On a CPU it raises BaselineUnavailable: compiling takes longer than everything else there, and its time
     would say nothing about a GPU.
     """
-
-    @functools.cache
-    def compiled_for(shapes: tuple[Any, ...]) -> Callable[[Inputs], Any]:
-        # A function of its own for each shape: torch.compile would make the second one dynamic, and slower.
-        return torch.compile(lambda inputs: formula(inputs), dynamic=False, fullgraph=True)
+    shapes: object = None
+    function = formula
 
     def run(inputs: Inputs) -> Any:
+        nonlocal shapes, function
         tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
         _require_gpu(*tensors)
-        return compiled_for(tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))(inputs)
+        current = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        if current != shapes:
+            # Otherwise torch.compile would give up after a few shapes.
+            torch.compiler.reset()
+            shapes, function = current, torch.compile(formula, dynamic=False, fullgraph=True)
+        return function(inputs)
 
     return run
 

@@ -1,6 +1,6 @@
 """Budgets: what the kernels of a package may need of each target, checked without a GPU.
 
-A package keeps its budget in `perf_budget.json`, one line per kernel:
+A package keeps its budget in `perf_budget.json`, one line per kernel::
 
     {
       "triton": "3.6.0",
