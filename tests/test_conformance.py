@@ -71,7 +71,7 @@ def test_metadata(package: Path) -> None:
     assert project["license-files"] == ["LICENSE"]
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)} < {*project["classifiers"]}
     assert "Typing :: Typed" in project["classifiers"]
-    assert "torch>=2.7" in project["dependencies"]
+    assert "torch>=2.11" in project["dependencies"]
     assert not [requirement for requirement in project["dependencies"] if requirement.startswith("triton")]
     assert distribution(package.name).version == project["version"]
 
@@ -79,7 +79,7 @@ def test_metadata(package: Path) -> None:
 @each_package
 def test_kernel_metadata(package: Path) -> None:
     project = project_table(package)
-    assert sorted(project["dependencies"]) == ["tk-kernel-core>=0.1,<0.2", "torch>=2.7"]
+    assert sorted(project["dependencies"]) == ["tk-kernel-core>=0.1,<0.2", "torch>=2.11"]
     assert "triton" in project["optional-dependencies"]
     assert project["entry-points"] == {"tk.kernels": {package.name: f"{module_name(package)}._spec:SPEC"}}
 
