@@ -67,8 +67,8 @@ def selection(session: nox.Session) -> tuple[set[str], list[str]]:
         session.error("--since needs a revision")
     changed: set[str] = set()
     for command in (
-        ["git", "diff", "--name-only", f"{after[0]}..."],
-        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
+        ["git", "diff", "--name-only", "--no-renames", "--merge-base", after[0]],
+        ["git", "ls-files", "--others", "--exclude-standard"],
     ):
         changed.update(str(session.run(*command, external=True, silent=True, log=False)).splitlines())
     suites, unknown = affected(sorted(changed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,7 +84,32 @@ def test_since_reads_committed_and_uncommitted_changes_and_leaves_other_argument
     assert suites == {*noxfile.PROJECTS, "repository"}
     assert arguments == ["-x", "-k", "y"]
     assert session.posargs == ["-x", "--since", "main", "-k", "y"]
-    assert ("git", "diff", "--name-only", "main...") in session.commands
+
+
+def test_since_sees_what_is_staged_and_both_ends_of_a_move(noxfile: ModuleType, tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    class GitSession(RecordingSession):
+        def run(self, *command: str, **_: object) -> str:
+            return git(*command[1:])
+
+    source = tmp_path / "packages" / "tk-rmsnorm" / "module.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("x = 1\n" * 20)
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    assert noxfile.selection(GitSession(["--since", "HEAD"]))[0] == {"repository"}
+    (tmp_path / "docs").mkdir()
+    git("mv", str(source), "docs/moved.py")
+    assert noxfile.selection(GitSession(["--since", "HEAD"]))[0] == {"repository", "tk-rmsnorm"}
+    git("commit", "-q", "-m", "second")
+    assert noxfile.selection(GitSession(["--since", "HEAD~1"]))[0] == {"repository", "tk-rmsnorm"}
+    assert noxfile.selection(GitSession(["--since", "HEAD"]))[0] == {"repository"}
 
 
 def test_since_names_files_that_no_rule_knows(noxfile: ModuleType) -> None:

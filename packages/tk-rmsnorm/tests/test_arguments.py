@@ -37,6 +37,21 @@ def test_norm(arguments: tuple[object, ...], error: type[Exception], message: st
         rmsnorm(*arguments)
 
 
+def test_the_same_errors_where_a_gradient_is_wanted() -> None:
+    x = X.clone().requires_grad_()
+    for arguments, error, message in (
+        ((x, "w"), TypeError, "weight must be a torch.Tensor, got str"),
+        ((x, W, "1e-6"), TypeError, "eps must be a number, got str"),
+        ((x, W, True), TypeError, "eps must be a number, got bool"),
+        ((x, W[:7]), ValueError, "weight must have shape (8,), got (7,)"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            rmsnorm(*arguments)
+    for function in (rmsnorm_residual_fused, fused_add_rmsnorm, fused_add_rmsnorm_):
+        with pytest.raises(TypeError, match=r"residual must be a torch\.Tensor, got NoneType"):
+            function(x, None)
+
+
 @pytest.mark.parametrize("function", [rmsnorm_residual_fused, fused_add_rmsnorm, fused_add_rmsnorm_])
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
@@ -72,8 +87,16 @@ def test_options(function: object, options: dict[str, object], error: type[Excep
 
 def test_in_place_refuses_memory_it_cannot_write_apart() -> None:
     x = X.clone()
-    buffer = torch.ones(5, 8)
-    for left, right in ((x, x), (x, x.view(4, 8)), (buffer[:4], buffer[1:]), (buffer[1:], buffer[:4])):
+    buffer, wide = torch.ones(9, 8), torch.ones(4, 16)
+    for left, right in (
+        (x, x),
+        (x, x.view(4, 8)),
+        (buffer[:4], buffer[1:5]),
+        (buffer[1:5], buffer[:4]),
+        (buffer[1:5], buffer[::2][:4]),
+        (wide[:, :8], wide[:, 4:12]),
+        (wide[:, 4:12], wide[:, :8]),
+    ):
         with pytest.raises(ValueError, match="x and residual are both written in place and must not share memory"):
             fused_add_rmsnorm_(left, right)
     # Apart in one buffer, side by side and interleaved.
@@ -83,6 +106,8 @@ def test_in_place_refuses_memory_it_cannot_write_apart() -> None:
     fused_add_rmsnorm_(torch.empty(0, 8), torch.empty(0, 8))
     with pytest.raises(ValueError, match="x is written in place and must not be expanded"):
         fused_add_rmsnorm_(torch.ones(1, 8).expand(4, 8), x)
+    with pytest.raises(ValueError, match="x is written in place and must not be expanded or overlap itself"):
+        fused_add_rmsnorm_(torch.ones(40).as_strided((4, 8), (4, 1)), X.clone())
     with pytest.raises(ValueError, match="residual is written in place and must not be expanded"):
         fused_add_rmsnorm_(x, torch.ones(1, 8).expand(4, 8))
 

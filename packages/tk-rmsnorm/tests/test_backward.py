@@ -187,7 +187,60 @@ def test_second_derivatives(device: str) -> None:
     assert_close(got, tuple(part.float() for part in want), tolerance)
 
 
+def test_in_place_writes_are_seen_by_autograd(device: str) -> None:
+    leaf_x = leaf(4, 64, dtype=torch.float32, device=device, seed=0)
+    hidden = leaf_x * 1
+    loss = (hidden * hidden).sum()
+    with torch.no_grad():
+        fused_add_rmsnorm_(hidden, torch.ones(4, 64, device=device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        fused_add_rmsnorm_(torch.ones(4, 64, device=device), torch.ones(4, 64, device=device))
+
+
+def test_operators_without_a_derivative_refuse_gradients(device: str) -> None:
+    x, residual = torch.randn(2, 4, 64, device=device)
+    weight = leaf(64, dtype=torch.float32, device=device, seed=0)
+    numbers = (1e-6, 0.0, "fp32")
+    with pytest.raises(NotImplementedError, match="fused_add_rmsnorm_ has no derivative"):
+        torch.ops.tk_rmsnorm.fused_add_rmsnorm_(x, residual, weight, *numbers)
+    with pytest.raises(NotImplementedError, match="rmsnorm_backward has no derivative"):
+        torch.ops.tk_rmsnorm.rmsnorm_backward(x, None, residual, weight, *numbers, True)
+    with torch.no_grad():
+        torch.ops.tk_rmsnorm.fused_add_rmsnorm_(x, residual, weight, *numbers)
+
+
+def test_a_frozen_weight_costs_no_gradient(device: str) -> None:
+    x, weight = torch.randn(4, 64, device=device), torch.randn(64, device=device)
+    numbers = {"eps": 1e-6, "weight_offset": 0.0, "casting": "fp32"}
+    dx, dweight = rmsnorm_backward(x, None, x, weight, **numbers)
+    dx_alone, nothing = rmsnorm_backward(x, None, x, weight, **numbers, wants_dweight=False)
+    assert torch.equal(dx, dx_alone)
+    assert (dweight.numel(), nothing.numel()) == (64, 0)
+
+
+def test_the_gradient_of_a_large_float16_sum_is_finite(device: str) -> None:
+    x = torch.full((2, 64), 40_000.0, dtype=torch.float16, device=device, requires_grad=True)
+    rmsnorm_residual_fused(x, x.detach()).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hidden_size", [130, 9000])
+def test_strided_inputs_and_other_weight_dtypes(hidden_size: int, dtype: torch.dtype, device: str) -> None:
+    base = leaf(3, 4, hidden_size + 6, dtype=dtype, device=device, seed=0)
+    x = base[:, :2, :hidden_size]
+    weight = leaf(hidden_size, dtype=torch.float32, device=device, seed=1)
+    gradient = torch.randn(3, 2, hidden_size, device=device).to(dtype)
+    dx, dweight = torch.autograd.grad(rmsnorm(x, weight), (x, weight), gradient)
+    exact_x, exact_weight = exact(x), exact(weight)
+    want = torch.autograd.grad(rmsnorm_torch(exact_x, exact_weight), (exact_x, exact_weight), gradient.double())
+    assert_close(dx, want[0].to(dtype), gradient_tolerance(dtype, hidden_size))
+    assert_close(dweight, want[1].float(), gradient_tolerance(torch.float32, hidden_size))
+
+
 def test_in_place_on_a_leaf_says_so(device: str) -> None:
     x = leaf(4, 64, dtype=torch.float32, device=device, seed=0)
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+    with pytest.raises(RuntimeError, match="must not be leaves that require a gradient"):
         fused_add_rmsnorm_(x, torch.ones(4, 64, device=device))

@@ -239,6 +239,22 @@ def test_rows_do_not_depend_on_how_many_there_are(device: str) -> None:
         assert all(torch.equal(rmsnorm(x[i : i + 1]), whole[i : i + 1]) for i in range(9))
 
 
+def test_rows_of_every_form_and_size_are_their_own(device: str) -> None:
+    for hidden_size in (97, 20_000):
+        x, residual = random(2, 3, hidden_size, dtype=torch.float16, device=device)
+        whole = torch.stack(fused_add_rmsnorm(x, residual))
+        parts = [torch.stack(fused_add_rmsnorm(x[i : i + 1], residual[i : i + 1])) for i in range(3)]
+        assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def test_views_with_a_pending_sign(device: str) -> None:
+    values = torch.randn(5, 8, dtype=torch.cfloat, device=device)
+    x = values.conj().imag
+    assert x.is_neg()
+    assert torch.equal(rmsnorm(x[:, :1]), rmsnorm(x[:, :1].clone().resolve_neg()))
+    assert torch.equal(rmsnorm(x), rmsnorm(x.resolve_neg().contiguous()))
+
+
 def test_repeatable_bit_for_bit(device: str) -> None:
     x = random(7, 3000, dtype=torch.float16, device=device)
     first = rmsnorm(x)

@@ -26,6 +26,10 @@ def test_takes_what_torch_takes(shape: object, eps: float | None, affine: bool, 
         assert_close(ours(x), theirs(x), rounding_tolerance(dtype, 64))
 
 
+def test_the_hidden_size_by_name() -> None:
+    assert TritonRMSNorm(hidden_size=8, eps=1e-5).normalized_shape == (8,)
+
+
 def test_the_usual_life_of_a_module(device: str) -> None:
     module = TritonRMSNorm(32, weight_offset=1.0, casting="llama", device=device)
     torch.nn.init.normal_(module.weight)
@@ -51,8 +55,22 @@ def test_a_fresh_module_scales_by_one(offset: float, device: str) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="normalized_shape must name at least one dimension"):
+    with pytest.raises(ValueError, match="normalized_shape must hold at least one size"):
         TritonRMSNorm(())
+    for arguments in ({}, {"normalized_shape": 8, "hidden_size": 8}):
+        with pytest.raises(TypeError, match="exactly one of normalized_shape and hidden_size must be given"):
+            TritonRMSNorm(**arguments)
+    with pytest.raises(ValueError, match="casting must be one of 'fp32', 'llama', got 'x'"):
+        TritonRMSNorm(8, casting="x")
+    for shape in ("8", True, [8, 2.0]):
+        with pytest.raises(TypeError, match="normalized_shape must be an int or a sequence of ints"):
+            TritonRMSNorm(shape)
+    with pytest.raises(ValueError, match="none below 0"):
+        TritonRMSNorm(-1)
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
+        TritonRMSNorm(8)([1.0])
+    with pytest.raises(TypeError, match="eps must be a number, got str"):
+        TritonRMSNorm(8, eps="a")
     with pytest.raises(ValueError, match=r"x must end in dimensions \(32,\), got shape \(4, 31\)"):
         TritonRMSNorm(32)(torch.randn(4, 31))
     with pytest.raises(ValueError, match=r"x must end in dimensions \(4, 8\), got shape \(8,\)"):
@@ -137,6 +155,47 @@ def test_other_modules_are_refused_and_left_in_place(module: torch.nn.Module, me
         with pytest.warns(UserWarning, match="0 was not replaced: module must"):
             assert replace_rmsnorm(model) == ["1"]
         assert model[0] is module
+
+
+def test_a_default_device_does_not_matter() -> None:
+    model = torch.nn.Sequential(torch.nn.RMSNorm(8), PlainRMSNorm(0.0, True))
+    with torch.device("meta"):
+        assert replace_rmsnorm(model) == ["0", "1"]
+    assert model[1].casting == "llama"
+
+
+def test_the_default_eps_is_known_to_the_compiler() -> None:
+    torch._dynamo.reset()
+    module = TritonRMSNorm(8, eps=None)
+    x = torch.randn(2, 8)
+    assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), module(x))
+
+
+class BufferRMSNorm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+        self.register_buffer("weight", torch.ones(48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (48,), self.weight, self.eps)
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    with pytest.raises(ValueError, match="no forward and no buffers of its own"):
+        TritonRMSNorm.from_module(BufferRMSNorm())
+    patched = torch.nn.RMSNorm(48)
+    patched.forward = lambda x: x
+    with pytest.raises(ValueError, match="no forward and no buffers of its own"):
+        TritonRMSNorm.from_module(patched)
+    plain = BufferRMSNorm()
+    del plain.weight
+    plain.weight = torch.ones(48)
+    with pytest.raises(ValueError, match="weight of module must be a parameter"):
+        TritonRMSNorm.from_module(plain)
+    model = torch.nn.Sequential(torch.nn.RMSNorm(48), plain)
+    with pytest.warns(UserWarning, match="1 was not replaced"):
+        assert replace_rmsnorm(model) == ["0"]
 
 
 def test_hooks_are_not_lost() -> None:

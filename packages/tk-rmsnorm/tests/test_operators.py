@@ -18,7 +18,7 @@ def samples(device: str) -> dict[str, tuple[object, ...]]:
         "rmsnorm_residual": (*wanted, *NUMBERS),
         "fused_add_rmsnorm": (*wanted, *NUMBERS),
         "fused_add_rmsnorm_": (x, residual, weight, *NUMBERS),
-        "rmsnorm_backward": (x, residual, x, weight, *NUMBERS),
+        "rmsnorm_backward": (x, residual, x, weight, *NUMBERS, True),
     }
 
 

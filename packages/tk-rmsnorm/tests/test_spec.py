@@ -1,11 +1,15 @@
 """What the package tells the tools is what it does."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from tk_kernel_core.bench import check_kernel
-from tk_kernel_core.launch import launch_target, recording
+from tk_kernel_core.launch import launch_target, planning, recording
+from tk_kernel_core.targets import COMPILE_TARGETS
 from tk_rmsnorm._spec import SPEC
+from tk_testkit.close import assert_close
 
 
 @pytest.mark.parametrize("name", list(SPEC.cases))
@@ -34,6 +38,19 @@ def test_cost_counts_the_tensors(name: str) -> None:
     read = sum(value.numel() * value.element_size() for value in inputs.values() if isinstance(value, torch.Tensor))
     assert SPEC.cost(case).bytes_read == read
     assert SPEC.cost(case).bytes_written >= inputs["x"].numel() * inputs["x"].element_size()
+
+
+def test_planning_for_another_card_leaves_real_calls_alone(device: str) -> None:
+    case = SPEC.shrink(SPEC.cases["llama3-8b-decode"])
+    # An eps of its own, so that the call is prepared inside the block.
+    case = dataclasses.replace(case, params={**case.params, "eps": 1.1e-6})
+    inputs = SPEC.make_inputs(case, device, 0)
+    with planning(COMPILE_TARGETS["gfx942"]):
+        got = SPEC.run(inputs)
+    assert_close(got, SPEC.reference(inputs), SPEC.tolerance(case))
+    with recording() as launches:
+        SPEC.run(inputs)
+    assert launches in ([], SPEC.launches(case, launch_target(torch.device(device))))
 
 
 def test_inputs_follow_the_seed(device: str) -> None:

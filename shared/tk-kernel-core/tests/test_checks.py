@@ -130,9 +130,18 @@ def test_views_without_overlap_can_be_written(make: Callable[[torch.Tensor], tor
     check_writable("x", make(torch.empty(4, 6)))
 
 
-@pytest.mark.parametrize("make", [lambda x: x[:1].expand(5, 6), lambda x: x[:, :1].expand(4, 3)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x[:1].expand(5, 6),
+        lambda x: x[:, :1].expand(4, 3),
+        lambda x: x.as_strided((4, 6), (4, 1)),
+        lambda x: x.as_strided((3, 3), (2, 2)),
+    ],
+    ids=["rows", "columns", "rows that overlap", "equal strides"],
+)
 def test_expanded_tensors_cannot_be_written(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = make(torch.empty(4, 6))
-    said = f"residual is written in place and must not be expanded: shape {tuple(x.shape)}, strides {x.stride()}"
+    said = f"must not be expanded or overlap itself: shape {tuple(x.shape)}, strides {x.stride()}"
     with pytest.raises(ValueError, match=re.escape(said)):
         check_writable("residual", x)

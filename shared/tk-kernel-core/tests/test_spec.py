@@ -167,3 +167,13 @@ def test_descriptions_cannot_be_changed() -> None:
     for description, name in ((CASE, "name"), (Cost(1.0, 1, 1), "flops"), (make_spec(), "run")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(description, name, None)
+
+
+def test_a_package_that_cannot_be_imported_is_named(installed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AttributeError("module 'tk_one._spec' has no attribute 'SPEC'")
+
+    point = SimpleNamespace(name="tk-one", value="tk_one._spec:SPEC", load=fail)
+    monkeypatch.setattr(spec_module, "entry_points", lambda *, group: [point])
+    with pytest.raises(ImportError, match=r"tk-one \(tk_one._spec:SPEC\): AttributeError: module"):
+        installed_specs()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import warnings
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 
+from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_number, check_tensor
 from tk_rmsnorm._ops import Casting, rmsnorm
 from tk_rmsnorm._reference import rmsnorm_torch
 
@@ -24,6 +25,7 @@ class TritonRMSNorm(torch.nn.Module):
         elementwise_affine: Whether there is a weight.
         device: Where the weight is made.
         dtype: Its dtype.
+        hidden_size: Another name of `normalized_shape`, for a single dimension.
         weight_offset: Added to the weight in fp32; 1.0 for Gemma.
         casting: `fp32` or `llama`, as for `rmsnorm`.
 
@@ -35,19 +37,30 @@ class TritonRMSNorm(torch.nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int | Sequence[int],
+        normalized_shape: int | Sequence[int] | None = None,
         eps: float | None = 1e-6,
         elementwise_affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        hidden_size: int | None = None,
         weight_offset: float = 0.0,
         casting: Casting = "fp32",
     ) -> None:
         super().__init__()
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if not self.normalized_shape:
-            raise ValueError("normalized_shape must name at least one dimension, got ()")
+        if (normalized_shape is None) == (hidden_size is None):
+            raise TypeError("exactly one of normalized_shape and hidden_size must be given")
+        shape: Any = hidden_size if normalized_shape is None else normalized_shape
+        sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+        if not all(isinstance(size, Integral) and not isinstance(size, bool) for size in sizes):
+            raise TypeError(f"normalized_shape must be an int or a sequence of ints, got {shape!r}")
+        self.normalized_shape = tuple(map(int, sizes))
+        if not self.normalized_shape or any(size < 0 for size in self.normalized_shape):
+            raise ValueError(f"normalized_shape must hold at least one size, none below 0, got {self.normalized_shape}")
+        if eps is not None:
+            check_number("eps", eps, minimum=0.0)
+        check_number("weight_offset", weight_offset)
+        check_choice("casting", casting, ("fp32", "llama"))
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.weight_offset = weight_offset
@@ -73,11 +86,13 @@ class TritonRMSNorm(torch.nn.Module):
             A tensor like `x`.
 
         Raises:
+            TypeError: `x` is no tensor or of another dtype.
             ValueError: The trailing dimensions of `x` are not `normalized_shape`.
         """
+        check_tensor("x", x)
         if tuple(x.shape[x.dim() - len(self.normalized_shape) :]) != self.normalized_shape:
             raise ValueError(f"x must end in dimensions {self.normalized_shape}, got shape {tuple(x.shape)}")
-        eps = _default_eps(x.dtype) if self.eps is None else self.eps
+        eps = _DEFAULT_EPS[x.dtype] if self.eps is None else self.eps
         weight = self.weight
         if len(self.normalized_shape) == 1:
             return rmsnorm(x, weight, eps, weight_offset=self.weight_offset, casting=self.casting)
@@ -120,10 +135,13 @@ class TritonRMSNorm(torch.nn.Module):
         if isinstance(module, cls):
             return module
         kind = type(module).__name__
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        if any(hooks):
+        if any(value for name, value in vars(module).items() if name.endswith(("_hooks", "_hooks_always_called"))):
             raise ValueError(f"module must have no hooks, which would be lost; {kind} has some: add them afterwards")
+        if "forward" in vars(module) or next(module.buffers(), None) is not None:
+            raise ValueError(f"module must have no forward and no buffers of its own, which would be lost, {kind} has")
         weight = getattr(module, "weight", None)
+        if weight is not None and not (isinstance(weight, torch.nn.Parameter) and weight.dim()):
+            raise ValueError(f"the weight of module must be a parameter of at least one dimension, {kind} has another")
         eps, shape = _eps_of(module), _normalized_shape_of(module, weight)
         offset, casting = _conventions_of(module, shape, eps)
         replacement = cls(shape, eps, elementwise_affine=False, weight_offset=offset, casting=casting)
@@ -154,30 +172,37 @@ def replace_rmsnorm(model: torch.nn.Module) -> list[str]:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if _is_rmsnorm(model):
         raise ValueError("model must contain its norms, got an RMSNorm itself: use TritonRMSNorm.from_module")
-    replaced: dict[torch.nn.Module, TritonRMSNorm] = {}
-    names = []
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not _is_rmsnorm(module):
+    replacements: dict[torch.nn.Module, TritonRMSNorm | None] = {}
+    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if _is_rmsnorm(module)]
+    for name, module in places:
+        if module in replacements:
             continue
-        if module not in replaced:
-            try:
-                replaced[module] = TritonRMSNorm.from_module(module)
-            except ValueError as error:
-                warnings.warn(f"{name} was not replaced: {error}", stacklevel=2)
-                continue
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, replaced[module])
-        names.append(name)
-    return names
+        try:
+            replacements[module] = TritonRMSNorm.from_module(module)
+        except ValueError as error:
+            replacements[module] = None
+            warnings.warn(f"{name} was not replaced: {error}", stacklevel=2)
+    # Only now, so that an error above leaves the model whole.
+    replaced = []
+    for name, module in places:
+        replacement = replacements[module]
+        if replacement is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacement)
+            replaced.append(name)
+    return replaced
 
 
-@functools.cache
 def _default_eps(dtype: torch.dtype) -> float:
     """What torch.nn.RMSNorm(eps=None) adds: the machine epsilon of the input's dtype, in newer releases of fp32."""
-    x = torch.full((1,), 2.0**-8, dtype=dtype)
+    x = torch.full((1,), 2.0**-8, dtype=dtype, device="cpu")
     # The square is far above the one and far below the other.
     kind = torch.float32 if torch.nn.functional.rms_norm(x, (1,)).item() > 0.5 else dtype
     return torch.finfo(kind).eps
+
+
+# Asked at import, because a compiled or traced forward pass cannot ask.
+_DEFAULT_EPS = {dtype: _default_eps(dtype) for dtype in ACTIVATION_DTYPES}
 
 
 def _is_rmsnorm(module: torch.nn.Module) -> bool:
@@ -196,14 +221,10 @@ def _eps_of(module: torch.nn.Module) -> float | None:
 def _normalized_shape_of(module: torch.nn.Module, weight: torch.Tensor | None) -> tuple[int, ...]:
     if weight is not None:
         return tuple(weight.shape)
-    for name in ("normalized_shape", "hidden_size", "dim"):
-        shape = getattr(module, name, None)
-        if isinstance(shape, int):
-            return (shape,)
-        if isinstance(shape, Sequence):
-            return tuple(shape)
-    # A norm without a weight works on any hidden size; this one is only tried out.
-    raise ValueError(f"module must have a weight or normalized_shape, {type(module).__name__} has neither")
+    shape = getattr(module, "normalized_shape", None)
+    if not isinstance(shape, Sequence):
+        raise ValueError(f"module must have a weight or normalized_shape, {type(module).__name__} has neither")
+    return tuple(shape)
 
 
 def _conventions_of(module: torch.nn.Module, shape: tuple[int, ...], eps: float | None) -> tuple[float, Casting]:
@@ -212,14 +233,14 @@ def _conventions_of(module: torch.nn.Module, shape: tuple[int, ...], eps: float 
     parameters = dict(module.named_parameters())
     if set(parameters) - {"weight"}:
         raise ValueError(f"module must have no parameter but weight, {kind} has {sorted(parameters)}")
-    if len(_required_parameters(module)) != 1:
+    if len(_positional_parameters(module)) != 1:
         raise ValueError(f"module must take one tensor, forward of {kind} takes {inspect.signature(module.forward)}")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # Enough elements to tell where the module rounds. Every other row is small, to tell what it does with eps.
     rows = 2 * max(2, 4096 // math.prod(shape))
-    scales = torch.tensor([1.0, 1e-3]).repeat(rows // 2).view(rows, *([1] * len(shape)))
-    x = (torch.randn(rows, *shape, generator=generator) * scales).to(torch.bfloat16)
-    weight = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    scales = torch.tensor([1.0, 1e-3], device="cpu").repeat(rows // 2).view(rows, *([1] * len(shape)))
+    x = (torch.randn(rows, *shape, generator=generator, device="cpu") * scales).to(torch.bfloat16)
+    weight = torch.randn(shape, generator=generator, device="cpu").to(torch.bfloat16)
     with torch.no_grad():
         probe = _cpu_copy(module, weight)
         try:
@@ -233,7 +254,7 @@ def _conventions_of(module: torch.nn.Module, shape: tuple[int, ...], eps: float 
                 want = rmsnorm_torch(
                     x.flatten(1),
                     weight.flatten() if parameters else None,
-                    _default_eps(x.dtype) if eps is None else eps,
+                    _DEFAULT_EPS[x.dtype] if eps is None else eps,
                     weight_offset=offset,
                     casting=casting,
                 ).view(x.shape)
@@ -249,7 +270,7 @@ def _agree(got: torch.Tensor, want: torch.Tensor) -> bool:
     return bool(close.all()) and float(differing.float().mean()) < 0.02
 
 
-def _required_parameters(module: torch.nn.Module) -> list[str]:
+def _positional_parameters(module: torch.nn.Module) -> list[str]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in positional]

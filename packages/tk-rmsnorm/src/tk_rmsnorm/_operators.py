@@ -37,27 +37,29 @@ def _fake_in_place(x: Any, residual: Any, weight: Any, eps: float, weight_offset
     _plans.check_arguments(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
 
 
-def _fake_backward(dy: Any, dsum: Any, x: Any, weight: Any, *numbers: Any) -> Any:
-    return _empty(x), x.new_empty(0) if weight is None else _empty(weight)
+def _fake_backward(
+    dy: Any, dsum: Any, x: Any, weight: Any, eps: float, weight_offset: float, casting: str, wants_dweight: bool
+) -> Any:
+    return _empty(x), _empty(weight) if wants_dweight and weight is not None else x.new_empty(0)
 
 
 rmsnorm_backward = define_operator(
     _LIBRARY,
-    f"rmsnorm_backward(Tensor dy, Tensor? dsum, Tensor x, {_NUMBERS}) -> (Tensor, Tensor)",
+    f"rmsnorm_backward(Tensor dy, Tensor? dsum, Tensor x, {_NUMBERS}, bool wants_dweight) -> (Tensor, Tensor)",
     _plans.rmsnorm_backward,
     _fake_backward,
 )
 
 
-def _gradients(ctx: Any, dy: Any, dsum: Any, x: torch.Tensor, weight: Any) -> tuple[Any, Any]:
-    """Gradients of what was normalised and of the weight."""
+def _gradients(ctx: Any, dy: Any, dsum: Any, x: torch.Tensor, weight: Any, wants_dweight: bool) -> tuple[Any, Any]:
+    """Gradients of what was normalised and, where it is wanted, of the weight."""
     if dy is None:
         return dsum, None
     if torch.is_grad_enabled():
         # A second derivative is wanted: differentiate a formula that PyTorch can differentiate again.
         return rmsnorm_backward_torch(dy, dsum, x, weight, *ctx.numbers)
-    dx, dweight = rmsnorm_backward(dy, dsum, x, weight, *ctx.numbers)
-    return dx, None if weight is None else dweight
+    dx, dweight = rmsnorm_backward(dy, dsum, x, weight, *ctx.numbers, wants_dweight)
+    return dx, dweight if wants_dweight else None
 
 
 def _save_norm(ctx: Any, inputs: Any, output: Any) -> None:
@@ -67,7 +69,7 @@ def _save_norm(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward_norm(ctx: Any, dy: Any) -> Any:
     x, weight = ctx.saved_tensors
-    dx, dweight = _gradients(ctx, dy, None, x, weight)
+    dx, dweight = _gradients(ctx, dy, None, x, weight, ctx.needs_input_grad[1])
     return dx, dweight, None, None, None
 
 
@@ -78,7 +80,8 @@ def _save_residual(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward_residual(ctx: Any, dy: Any) -> Any:
     x, residual, weight = ctx.saved_tensors
-    total, dweight = _gradients(ctx, dy, None, x + residual, weight)
+    # In fp32, where the sum cannot overflow; like the kernel, which never rounds it.
+    total, dweight = _gradients(ctx, dy, None, x.float() + residual.float(), weight, ctx.needs_input_grad[2])
     return total.to(x.dtype), total.to(residual.dtype), dweight, None, None, None
 
 
@@ -91,7 +94,7 @@ def _save_fused_add(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward_fused_add(ctx: Any, dy: Any, dsum: Any) -> Any:
     total, weight = ctx.saved_tensors
-    dtotal, dweight = _gradients(ctx, dy, dsum, total, weight)
+    dtotal, dweight = _gradients(ctx, dy, dsum, total, weight, ctx.needs_input_grad[2])
     if dtotal is None:
         return (None,) * 6
     return dtotal.to(ctx.x_dtype), dtotal.to(total.dtype), dweight, None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,7 @@ def rmsnorm(
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if takes_operator(x, weight):
+        _check_eager(x, None, weight, eps, weight_offset, casting, "norm")
         result: torch.Tensor = _operators.rmsnorm(x, weight, eps, weight_offset, casting)
         return result
     return _plans.forward(x, None, weight, eps, weight_offset, casting, "norm")
@@ -76,6 +77,7 @@ def rmsnorm_residual_fused(
         ValueError: Shapes or devices do not fit, or a number lies outside its range.
     """
     if takes_operator(x, residual, weight):
+        _check_eager(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
         result: torch.Tensor = _operators.rmsnorm_residual(x, residual, weight, eps, weight_offset, casting)
         return result
     return _plans.forward(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
@@ -110,6 +112,7 @@ def fused_add_rmsnorm(
         ValueError: Shapes or devices do not fit, or a number lies outside its range.
     """
     if takes_operator(x, residual, weight):
+        _check_eager(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
         result: tuple[torch.Tensor, torch.Tensor] = _operators.fused_add_rmsnorm(
             x, residual, weight, eps, weight_offset, casting
         )
@@ -145,18 +148,31 @@ def fused_add_rmsnorm_(
         TypeError: An argument is no tensor or has an unsupported dtype.
         ValueError: Shapes or devices do not fit, a number lies outside its range, or `x` and `residual`
             share memory or are expanded.
+        RuntimeError: `x` or `residual` is a leaf that requires a gradient.
     """
     if x is residual:
         raise ValueError("x and residual are both written in place and must not share memory")
     if torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (x, residual, weight)
     ):
-        # Autograd tracks in-place writes through copy_.
+        _check_eager(x, residual, weight, eps, weight_offset, casting, "in_place")
+        # Before anything is written.
+        for tensor in (x, residual):
+            if tensor.is_leaf and tensor.requires_grad:
+                raise RuntimeError("x and residual are written in place and must not be leaves that require a gradient")
         y, total = fused_add_rmsnorm(x, residual, weight, eps, weight_offset=weight_offset, casting=casting)
+        # Autograd tracks in-place writes through copy_.
         x.copy_(y)
         residual.copy_(total)
     elif takes_operator(x, residual, weight):
+        _check_eager(x, residual, weight, eps, weight_offset, casting, "in_place")
         _operators.fused_add_rmsnorm_(x, residual, weight, eps, weight_offset, casting)
     else:
         _plans.forward(x, residual, weight, eps, weight_offset, casting, "in_place")
     return x, residual
+
+
+def _check_eager(*arguments: Any) -> None:
+    """Check arguments before the dispatcher words the error; while compiling, the fake implementation checks."""
+    if not torch.compiler.is_compiling():
+        _plans.check_arguments(*arguments)

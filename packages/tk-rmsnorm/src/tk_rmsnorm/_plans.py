@@ -101,7 +101,7 @@ def forward(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float
     if plan is None:
         plan = _plan(x, residual, weight, eps, weight_offset, casting, form)
         if form == "in_place" and not x.is_meta:
-            plan = _refusing_overlap(plan, x, residual)
+            plan = _in_place(plan, x, residual)
         _PLANS.remember(key, plan, x.device)
     return plan(x, residual, weight)
 
@@ -184,18 +184,32 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
     return {"norm": norm, "norm_of_sum": norm_of_sum, "norm_and_sum": norm_and_sum}[form]
 
 
-def _refusing_overlap(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
-    """Add to an in-place plan the one check that the addresses decide."""
-    dense = x.is_contiguous() and residual.is_contiguous()
-    # Slices of one buffer may interleave; only the same start is then sure to overlap.
-    x_bytes, residual_bytes = (x.nbytes, residual.nbytes) if dense else (1, 1)
+def _in_place(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
+    """Add to an in-place plan what the addresses decide, and what autograd must know of the writes."""
+    x_bytes, residual_bytes = _extent(x), _extent(residual)
+    row_bytes = x.shape[-1] * x.element_size()
+    pitch = x.stride(0) * x.element_size() if x.dim() == 2 else 0
+    same_rows = x.dim() == 2 and x.stride() == residual.stride() and x.dtype == residual.dtype and x.stride(1) == 1
 
     def checked(x: Any, residual: Any, weight: Any) -> Any:
-        if -residual_bytes < residual.data_ptr() - x.data_ptr() < x_bytes:
+        distance = residual.data_ptr() - x.data_ptr()
+        # Columns of one matrix lie apart although their extents do not.
+        apart = same_rows and pitch and row_bytes <= distance % pitch <= pitch - row_bytes
+        if -residual_bytes < distance < x_bytes and not apart:
             raise ValueError("x and residual are both written in place and must not share memory")
-        return plan(x, residual, weight)
+        plan(x, residual, weight)
+        if not x.is_inference():
+            torch.autograd.graph.increment_version((x, residual))
 
     return checked
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last; 0 for an empty tensor."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def _deliver(form: Form, x: torch.Tensor, residual: torch.Tensor, y: torch.Tensor, total: torch.Tensor) -> Any:
@@ -215,6 +229,7 @@ def rmsnorm_backward(
     eps: float,
     weight_offset: float,
     casting: str,
+    wants_dweight: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of `y = rmsnorm(x, weight)`; `dsum` is a further gradient that reaches `x`.
 
@@ -226,25 +241,26 @@ def rmsnorm_backward(
         eps: As in the forward call.
         weight_offset: As in the forward call.
         casting: As in the forward call.
+        wants_dweight: Whether the weight's gradient is wanted; a frozen weight needs none.
 
     Returns:
-        `(dx, dweight)`, with the dtypes of `x` and `weight`; `dweight` is empty where there is no weight.
+        `(dx, dweight)`, with the dtypes of `x` and `weight`; `dweight` is empty where there is none.
     """
     hidden_size = x.shape[-1]
+    wants_dweight = wants_dweight and weight is not None
     if x.numel() == 0 or backend_of("x", x) == "reference":
         dx, dweight = rmsnorm_backward_torch(dy, dsum, x, weight, eps, weight_offset, casting)
-        return dx.contiguous(), dx.new_empty(0) if dweight is None else dweight
+        return dx.contiguous(), dweight if wants_dweight and dweight is not None else dx.new_empty(0)
     addend = x if dsum is None else dsum
     layout = row_layout(x.shape, dy.stride(), addend.stride(), x.stride())
     if layout is None:
         dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
-        return rmsnorm_backward(dy, dsum, x, weight, eps, weight_offset, casting)
+        return rmsnorm_backward(dy, dsum, x, weight, eps, weight_offset, casting, wants_dweight)
     config = backward_config(layout.n_rows, hidden_size, launch_target(x.device))
-    unit, strides = row_strides(x.shape[-1], layout)
+    unit, strides = row_strides(hidden_size, layout)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = None
-    if weight is not None:
-        weight = weight.contiguous()
+    if wants_dweight:
         partial = torch.empty(config.n_programs, hidden_size, dtype=torch.float32, device=x.device)
     PreparedLaunch(
         _BACKWARD,
@@ -259,7 +275,7 @@ def rmsnorm_backward(
         },
         x.device,
         num_warps=config.num_warps,
-    )(dx, partial, dy, dsum, x, weight)
+    )(dx, partial, dy, dsum, x, None if weight is None else weight.contiguous())
     if weight is None or partial is None:
         return dx, dx.new_empty(0)
     return dx, partial.sum(0).to(weight.dtype)

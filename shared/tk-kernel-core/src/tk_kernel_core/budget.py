@@ -193,13 +193,13 @@ def load_budget(path: Path) -> Budget:
         FileNotFoundError: There is no such file.
         ValueError: The file is not a budget; the message says where and why.
     """
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         return Budget.model_validate(json.loads(text, object_pairs_hook=_without_duplicates))
     except ValidationError as error:
         reasons = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
         raise ValueError(f"{path} is not a valid budget: {reasons}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a valid budget: {error}") from error
 
 

@@ -71,9 +71,13 @@ def check_choice(name: str, value: ChoiceT, choices: Iterable[ChoiceT]) -> Choic
 
 
 def check_writable(name: str, value: torch.Tensor) -> None:
-    """Raise ValueError if two elements of the tensor share memory, so that it cannot be written in place."""
-    if torch._debug_has_internal_overlap(value) == 1:
-        raise ValueError(
-            f"{name} is written in place and must not be expanded: shape {tuple(value.shape)}, "
-            f"strides {value.stride()} let several elements share memory"
-        )
+    """Raise ValueError unless every element of the tensor certainly has memory of its own."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride <= reach and value.numel():
+                raise ValueError(
+                    f"{name} is written in place and must not be expanded or overlap itself: shape "
+                    f"{tuple(value.shape)}, strides {value.stride()} let several elements share memory"
+                )
+            reach += (size - 1) * stride

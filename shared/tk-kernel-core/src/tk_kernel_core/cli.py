@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stop as stop:
         print(f"tk-kernels: {stop}", file=sys.stderr)
         return stop.code
+    except KeyboardInterrupt:
+        print("tk-kernels: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

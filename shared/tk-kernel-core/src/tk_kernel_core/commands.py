@@ -108,6 +108,7 @@ def run_roofline(options: argparse.Namespace) -> int:
     """Place kernels on the roofline."""
     if options.png:
         _require_matplotlib()
+        _make_folder(options.png.parent)
     if options.gpu or not _has_gpu():
         report = _predict(known_card(options.gpu or DEFAULT_CARD), select(options))
     else:
@@ -128,6 +129,8 @@ def run_resources(options: argparse.Namespace) -> int:
 
     if options.write_budget and options.budget is None:
         raise Stop(USAGE, "--write-budget needs --budget FILE")
+    if options.write_budget and (options.targets or options.cases or options.tag):
+        raise Stop(USAGE, "--write-budget takes every case and target: leave out --target, --case and --tag")
     _require_triton()
     if interpreting():
         raise Stop(CANNOT_RUN, "TRITON_INTERPRET replaces Triton's compiler by its interpreter: unset it")
@@ -171,8 +174,11 @@ def run_resources(options: argparse.Namespace) -> int:
 def run_demo(options: argparse.Namespace) -> int:
     """Check and time kernels, and write the report folder."""
     _require_matplotlib()
+    selected = select(options)
+    # Before the work, whose results would be lost.
+    _make_folder(options.report)
     setting, card = _prepare(options.gpu)
-    report = _run(setting, card, select(options), check=True, bench=True)
+    report = _run(setting, card, selected, check=True, bench=True)
     from tk_kernel_core.plot import roofline_png
     from tk_kernel_core.report import bench_table, html_page
 
@@ -311,6 +317,8 @@ def _read_budget(path: Path) -> Budget:
         return load_budget(path)
     except FileNotFoundError as reason:
         raise Stop(NO_DATA, f"there is no budget {path}; --write-budget makes it") from reason
+    except OSError as reason:
+        raise Stop(CANNOT_RUN, f"cannot read {path}: {reason}") from reason
     except ValueError as reason:
         raise Stop(USAGE, str(reason)) from reason
 
@@ -335,9 +343,16 @@ def _require_matplotlib() -> None:
         raise Stop(CANNOT_RUN, str(reason)) from reason
 
 
-def _write(path: Path, content: bytes) -> None:
+def _make_folder(path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise Stop(CANNOT_RUN, f"cannot make the folder {path}: {reason}") from reason
+
+
+def _write(path: Path, content: bytes) -> None:
+    _make_folder(path.parent)
+    try:
         path.write_bytes(content)
     except OSError as reason:
         raise Stop(CANNOT_RUN, f"cannot write {path}: {reason}") from reason

@@ -57,8 +57,6 @@ class Kernel:
         Raises:
             ModuleNotFoundError: triton is not installed.
         """
-        if interpreting():
-            prepare_interpreter()
         try:
             importlib.import_module("triton")
         except ModuleNotFoundError as error:
@@ -67,6 +65,8 @@ class Kernel:
                 f"bring it along; beside a CPU build, install triton itself",
                 name="triton",
             ) from error
+        if interpreting():
+            prepare_interpreter()
         function: JITFunction = getattr(importlib.import_module(self.module), self.name)
         return function
 
@@ -113,8 +113,8 @@ def is_planning() -> bool:
 
 
 def launch_target(device: torch.device) -> Target:
-    """Return the target to choose launches for: the planned one, or the device's own."""
-    return _planned_target or target_of(device)
+    """Return the target to choose launches for: the planned one for meta tensors, else the device's own."""
+    return _planned_target if _planned_target and device.type == "meta" else target_of(device)
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ class PlanCache(dict[Hashable, PlanT], Generic[PlanT]):
         """
         if device.type != "meta":
             if len(self) >= self.LIMIT:
-                self.clear()
+                del self[next(iter(self))]
             self[key] = plan
         return plan
 
@@ -268,8 +268,8 @@ class PreparedLaunch:
     def _launch_by_triton(self, key: object, tensors: tuple[torch.Tensor | None, ...]) -> None:
         if _recorder is not None:
             _recorder.append(self.describe(*tensors))
-            if is_planning():
-                return
+        if self._device.type == "meta":
+            return
         arguments = (*tensors, *self._absent(len(tensors)), *self._scalars)
         if self._device.type != "cuda":
             self._kernel.function[self._grid](*arguments, **self._constexprs, **self._options)

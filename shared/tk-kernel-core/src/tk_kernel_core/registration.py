@@ -25,7 +25,8 @@ def define_operator(
         schema: Name and signature, for example `scale(Tensor x, float factor) -> Tensor`.
         implementation: Runs on CPU, CUDA and HIP tensors.
         fake: Computes shapes, strides, dtypes and devices of the outputs without data.
-        backward: The gradient, as torch.library.register_autograd takes it. Functional operators only.
+        backward: The gradient, as torch.library.register_autograd takes it. Functional operators only. Without
+            one, arguments that require a gradient are refused.
         setup_context: What to save for the gradient.
     """
     name = schema.partition("(")[0].strip()
@@ -35,9 +36,20 @@ def define_operator(
     for key in ("CPU", "CUDA"):
         library.impl(name, implementation, key)
     torch.library.register_fake(qualified, fake, lib=library)
+    operator: Callable[..., Any] = getattr(getattr(torch.ops, library.ns), name).default
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
-    operator: Callable[..., Any] = getattr(getattr(torch.ops, library.ns), name).default
+        return operator
+
+    def refuse_gradients(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments
+        ):
+            raise NotImplementedError(f"{qualified} has no derivative, and an argument requires a gradient")
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    library.impl(name, refuse_gradients, "Autograd")
     return operator
 
 
@@ -51,8 +63,8 @@ _functional_transform = torch._C._functorch.peek_interpreter_stack
 def takes_operator(*tensors: torch.Tensor | None) -> bool:
     """Whether a call must go through the registered operator instead of straight to its implementation.
 
-    That is so while compiling or tracing, under a functional transform, when a gradient is wanted, and for
-    tensor subclasses such as fake tensors.
+    That is so while compiling or tracing, under a functional transform, when a gradient is wanted, for
+    tensor subclasses such as fake tensors, and for views whose sign PyTorch has yet to turn.
 
     Raises:
         NotImplementedError: A tensor carries a tangent, which the kernels would drop.
@@ -67,7 +79,7 @@ def takes_operator(*tensors: torch.Tensor | None) -> bool:
             continue
         if type(tensor) not in _PLAIN_TENSORS:
             return isinstance(tensor, torch.Tensor)
-        if wants_gradient and tensor.requires_grad:
+        if (wants_gradient and tensor.requires_grad) or tensor.is_neg():
             return True
     return False
 

@@ -274,7 +274,10 @@ def _table(*columns: str) -> Table:
     """Return an empty table; columns that begin with ">" are numbers and stand to the right."""
     table = Table(box=box.ROUNDED)
     for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+        # A name that does not fit goes on below: cut off, several would look the same.
+        table.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
     return table
 
 

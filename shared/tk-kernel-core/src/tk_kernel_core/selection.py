@@ -67,7 +67,7 @@ def _is_wanted(case: Case, patterns: Sequence[str], tag: str | None) -> bool:
 def _installed() -> Mapping[str, KernelSpec]:
     try:
         specs = installed_specs()
-    except (ImportError, TypeError, ValueError) as reason:
+    except Exception as reason:
         raise Stop(CANNOT_RUN, f"an installed kernel package cannot be loaded: {reason}") from reason
     if not specs:
         raise Stop(NO_DATA, "no kernel package is installed; for example: python -m pip install tk-rmsnorm")

@@ -128,12 +128,16 @@ def installed_specs() -> Mapping[str, KernelSpec]:
     """Return the specs of all installed kernel packages by distribution name, in alphabetical order.
 
     Raises:
+        ImportError: A package cannot be imported, or lacks what its entry point names.
         TypeError: An entry point of the group `tk.kernels` does not name a `KernelSpec`.
         ValueError: An entry point's name differs from its spec's name, or two packages claim one name.
     """
     specs: dict[str, KernelSpec] = {}
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
-        spec = entry.load()
+        try:
+            spec = entry.load()
+        except Exception as error:
+            raise ImportError(f"{entry.name} ({entry.value}): {type(error).__name__}: {error}") from error
         if not isinstance(spec, KernelSpec):
             raise TypeError(f"entry point {entry.value} must name a KernelSpec, got {type(spec).__name__}")
         if spec.name != entry.name:

@@ -1,8 +1,8 @@
 """Timing GPU work without measuring the cache, the launch queue or the clock's resolution.
 
-A call is timed by replaying a CUDA graph that runs it once on each of many input sets. The sets together
-are several times the caches, so no call finds its inputs there that a real one would not; each result
-stays alive until its set comes round again, so outputs rotate too.
+A call is timed by replaying a CUDA graph that runs it once on each of many input sets. But for small calls,
+the sets together are several times the caches, so no call finds its inputs there that a real one would not;
+each result stays alive until its set comes round again, so outputs rotate too.
 """
 
 from __future__ import annotations
