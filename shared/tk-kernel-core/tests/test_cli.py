@@ -182,6 +182,27 @@ def test_a_missing_matplotlib_stops_before_any_work(
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_a_report_that_cannot_be_written_stops_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("worked")
+
+    monkeypatch.setattr(commands, "_run", work)
+    taken = tmp_path / "file"
+    taken.touch()
+    assert cli.main(["demo", "tk-fake", "--report", str(taken)]) == selection.CANNOT_RUN
+    assert f"cannot make the folder {taken}" in capsys.readouterr().err
+
+
+def test_a_budget_needs_every_case_and_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["resources", "tk-fake", "--write-budget", "--budget", str(tmp_path / "budget.json")]
+    for narrowing in (["--target", "sm_90"], ["--case", "llama*"], ["--tag", "decode"]):
+        assert cli.main([*command, *narrowing]) == selection.USAGE
+        assert "leave out --target, --case and --tag" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("command", ["check", "bench", "demo", "resources"])
 def test_kernels_cannot_run_without_triton(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
