@@ -4,6 +4,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused
 
@@ -102,6 +104,7 @@ def test_in_place_refuses_memory_it_cannot_write_apart() -> None:
     # Apart in one buffer, side by side and interleaved.
     sides = torch.ones(4, 16)
     fused_add_rmsnorm_(sides[:, :8], sides[:, 8:])
+    fused_add_rmsnorm_(*torch.ones(2, 3, 16).chunk(2, -1))
     fused_add_rmsnorm_(*torch.ones(2, 4, 8))
     fused_add_rmsnorm_(torch.empty(0, 8), torch.empty(0, 8))
     with pytest.raises(ValueError, match="x is written in place and must not be expanded"):
@@ -110,6 +113,36 @@ def test_in_place_refuses_memory_it_cannot_write_apart() -> None:
         fused_add_rmsnorm_(torch.ones(40).as_strided((4, 8), (4, 1)), X.clone())
     with pytest.raises(ValueError, match="residual is written in place and must not be expanded"):
         fused_add_rmsnorm_(x, torch.ones(1, 8).expand(4, 8))
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.integers(1, 4),
+    hidden_size=st.integers(1, 5),
+    pitches=st.tuples(*[st.integers(5, 12)] * 2),
+    starts=st.tuples(*[st.integers(0, 40)] * 2),
+)
+def test_in_place_arguments_share_memory_property(
+    rows: int, hidden_size: int, pitches: tuple[int, int], starts: tuple[int, int]
+) -> None:
+    buffer, addresses = torch.zeros(128), torch.arange(128)
+    x, residual = (
+        buffer.as_strided((rows, hidden_size), (pitch, 1), start) for pitch, start in zip(pitches, starts, strict=True)
+    )
+    left, right = (
+        set(addresses.as_strided(view.shape, view.stride(), view.storage_offset()).flatten().tolist())
+        for view in (x, residual)
+    )
+    try:
+        fused_add_rmsnorm_(x, residual)
+        refused = False
+    except ValueError:
+        refused = True
+    if left & right:
+        assert refused
+    # Views with different pitches whose extents meet are refused without looking closer.
+    elif pitches[0] == pitches[1] or max(left) < min(right) or max(right) < min(left):
+        assert not refused
 
 
 def test_an_error_leaves_in_place_arguments_alone() -> None:

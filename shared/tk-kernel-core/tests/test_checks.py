@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tk_kernel_core.checks import (
     ACTIVATION_DTYPES,
@@ -19,6 +21,7 @@ from tk_kernel_core.checks import (
     check_tensor,
     check_writable,
 )
+from tk_testkit.strategies import guarded_view, shapes, strides_for
 
 
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
@@ -145,3 +148,42 @@ def test_expanded_tensors_cannot_be_written(make: Callable[[torch.Tensor], torch
     said = f"must not be expanded or overlap itself: shape {tuple(x.shape)}, strides {x.stride()}"
     with pytest.raises(ValueError, match=re.escape(said)):
         check_writable("residual", x)
+
+
+@given(value=st.one_of(st.integers(), st.floats()), minimum=st.one_of(st.just(-math.inf), st.floats(-10, 10)))
+def test_exactly_finite_numbers_from_the_minimum_on_are_taken(value: float, minimum: float) -> None:
+    try:
+        is_fine = math.isfinite(float(value)) and float(value) >= minimum
+    except OverflowError:
+        is_fine = False
+    if is_fine:
+        assert check_number("eps", value, minimum=minimum) == float(value)
+    else:
+        with pytest.raises(ValueError, match="eps must be finite"):
+            check_number("eps", value, minimum=minimum)
+
+
+@given(shape=shapes(min_side=0, max_side=4), wanted=shapes(min_side=0, max_side=4))
+def test_exactly_the_wanted_shape_is_taken(shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    value = torch.empty(shape)
+    if shape == wanted:
+        check_shape("x", value, wanted)
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"x must have shape {wanted}, got {shape}")):
+            check_shape("x", value, wanted)
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+def test_a_tensor_whose_elements_share_memory_is_never_written(sizes: list[int], data: st.DataObject) -> None:
+    strides = [data.draw(st.integers(0, 12)) for _ in sizes]
+    value = torch.empty(128).as_strided(sizes, strides)
+    addresses = torch.arange(128).as_strided(sizes, strides).flatten().tolist()
+    if len(set(addresses)) < len(addresses):
+        with pytest.raises(ValueError, match="must not be expanded or overlap itself"):
+            check_writable("x", value)
+
+
+@given(data=st.data(), shape=shapes(max_side=6))
+def test_a_tensor_with_gaps_and_axes_in_any_order_can_be_written(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    strides = data.draw(strides_for(shape))
+    check_writable("x", guarded_view(shape, strides))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from tk_kernel_core import device as device_module
 from tk_kernel_core.device import (
@@ -100,3 +103,48 @@ def test_cards_are_found_in_any_case() -> None:
 def test_unlisted_card_is_refused_with_the_list() -> None:
     with pytest.raises(ValueError, match=r"must be one of A100-40GB-PCIe, .*H200, .*MI355X, got 'H100'"):
         known_device("H100")
+
+
+@given(
+    card=st.sampled_from(sorted(TABLE)),
+    clock_mhz=st.one_of(st.just(0.0), st.floats(-1e4, 1e5)),
+    bus_bits=st.integers(-1024, 16_384),
+)
+def test_whatever_the_driver_says_the_bandwidth_is_sane_or_unknown(
+    card: str, clock_mhz: float, bus_bits: int, fake_properties: FakeProperties
+) -> None:
+    fact = describe(fake_properties(card, clock_mhz=clock_mhz, bus_bits=bus_bits)).bandwidth_bytes_per_s
+    if fact.provenance == "driver":
+        assert fact.value == pytest.approx(clock_mhz * 1e6 * 2 * bus_bits / 8)
+    else:
+        assert fact.value in (None, TABLE[card]["bandwidth_bytes_per_s"])
+    assert fact.value is None or (math.isfinite(fact.value) and fact.value > 0)
+
+
+@given(card=st.sampled_from(sorted(TABLE)), share=st.floats(0.01, 3.0))
+def test_another_memory_size_is_another_card_or_an_unknown_one(
+    card: str, share: float, fake_properties: FakeProperties
+) -> None:
+    entry = TABLE[card]
+    memory_bytes = int(share * entry["memory_gib"] * 2**30)
+    info = describe(fake_properties(card, memory_bytes=memory_bytes))
+    matching = [
+        other
+        for other in TABLE.values()
+        if set(other["driver_names"]) & set(entry["driver_names"])
+        and other["compute_units"] == entry["compute_units"]
+        and 0.85 <= memory_bytes / (other["memory_gib"] * 2**30) <= 1.02
+    ]
+    peaks = {kind: fact.value for kind, fact in info.peak_flops.items()}
+    if len(matching) == 1:
+        assert peaks == {kind: known_device(matching[0]["name"]).peak_flops[kind].value for kind in PEAKS}
+    else:
+        assert set(peaks.values()) == {None}
+
+
+@given(name=st.text(max_size=40))
+def test_a_name_that_the_table_lacks_is_an_unknown_card(name: str, fake_properties: FakeProperties) -> None:
+    known = {driver_name for entry in TABLE.values() for driver_name in entry["driver_names"]}
+    assume(name.removeprefix("NVIDIA ") not in {driver_name.removeprefix("NVIDIA ") for driver_name in known})
+    info = describe(fake_properties("H200", name=name or " "))
+    assert {fact.value for fact in info.peak_flops.values()} == {None}

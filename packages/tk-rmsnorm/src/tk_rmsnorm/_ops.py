@@ -112,7 +112,7 @@ def fused_add_rmsnorm(
         ValueError: Shapes or devices do not fit, or a number lies outside its range.
     """
     if takes_operator(x, residual, weight):
-        _check_eager(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
+        _check_eager(x, residual, weight, eps, weight_offset, casting, "norm_and_sum")
         result: tuple[torch.Tensor, torch.Tensor] = _operators.fused_add_rmsnorm(
             x, residual, weight, eps, weight_offset, casting
         )

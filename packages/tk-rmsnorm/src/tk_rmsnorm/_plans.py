@@ -187,19 +187,25 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
 def _in_place(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
     """Add to an in-place plan what the addresses decide, and what autograd must know of the writes."""
     x_bytes, residual_bytes = _extent(x), _extent(residual)
-    row_bytes = x.shape[-1] * x.element_size()
-    pitch = x.stride(0) * x.element_size() if x.dim() == 2 else 0
-    same_rows = x.dim() == 2 and x.stride() == residual.stride() and x.dtype == residual.dtype and x.stride(1) == 1
+    layout = row_layout(x.shape, x.stride(), residual.stride())
+    pitch = 0
+    if layout is not None and layout.n_inner == 1:
+        pitches = {
+            stride * tensor.element_size() for (stride, _), tensor in zip(layout.strides, (x, residual), strict=True)
+        }
+        pitch = pitches.pop() if len(pitches) == 1 else 0
+    x_row, residual_row = (x.shape[-1] * tensor.element_size() for tensor in (x, residual))
 
     def checked(x: Any, residual: Any, weight: Any) -> Any:
         distance = residual.data_ptr() - x.data_ptr()
         # Columns of one matrix lie apart although their extents do not.
-        apart = same_rows and pitch and row_bytes <= distance % pitch <= pitch - row_bytes
+        apart = pitch and x_row <= distance % pitch <= pitch - residual_row
         if -residual_bytes < distance < x_bytes and not apart:
             raise ValueError("x and residual are both written in place and must not share memory")
         plan(x, residual, weight)
-        if not x.is_inference():
-            torch.autograd.graph.increment_version((x, residual))
+        for tensor in (x, residual):
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
     return checked
 

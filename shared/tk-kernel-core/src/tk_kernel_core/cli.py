@@ -21,6 +21,7 @@ exit codes:
   2  wrong usage: unknown command, kernel, case, tag, card or target
   3  no data: nothing is installed, nothing was selected, or there is no GPU to describe
   4  cannot run here: a GPU, triton, a compiler or another package is missing
+  130  interrupted
 """
 
 

@@ -160,7 +160,7 @@ class PlanCache(dict[Hashable, PlanT], Generic[PlanT]):
         """
         if device.type != "meta":
             if len(self) >= self.LIMIT:
-                del self[next(iter(self))]
+                self.pop(next(iter(self)), None)
             self[key] = plan
         return plan
 
