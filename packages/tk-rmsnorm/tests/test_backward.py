@@ -1,10 +1,13 @@
 """Gradients, against float64 autograd through the reference."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from tk_kernel_core.numerics import rounding_tolerance
-from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused, rmsnorm_torch
+from tk_rmsnorm import _plans, fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused, rmsnorm_torch
+from tk_rmsnorm._launch import backward_config
 from tk_rmsnorm._plans import rmsnorm_backward
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_residual_torch
 from tk_testkit.close import assert_close
@@ -75,6 +78,28 @@ def test_both_outputs_of_the_fused_add_carry_gradients(
     for got, want in ((x, exact_x), (residual, exact_residual), (weight, exact_weight)):
         assert got.grad is not None
         assert_close(got.grad, want.grad.to(got.dtype), tolerance)
+
+
+@pytest.mark.parametrize("hidden_size", [64, 9000])
+def test_a_program_with_many_rows_adds_up_all_of_them(
+    hidden_size: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_programs(*arguments: object) -> object:
+        return dataclasses.replace(backward_config(*arguments), n_programs=2)
+
+    monkeypatch.setattr(_plans, "backward_config", two_programs)
+    # More rows than two programs take in one step, and not a multiple of it.
+    rows = 2 * 32 + 7 if hidden_size == 64 else 5
+    x = leaf(rows, hidden_size, dtype=torch.float32, device=device, seed=0)
+    residual = leaf(rows, hidden_size, dtype=torch.float32, device=device, seed=1)
+    weight = leaf(hidden_size, dtype=torch.float32, device=device, seed=2)
+    gradients = torch.randn(2, rows, hidden_size, device=device)
+    torch.autograd.backward(fused_add_rmsnorm(x, residual, weight), tuple(gradients))
+    exact_x, exact_residual, exact_weight = exact(x), exact(residual), exact(weight)
+    torch.autograd.backward(fused_add_rmsnorm_torch(exact_x, exact_residual, exact_weight), tuple(gradients.double()))
+    tolerance = gradient_tolerance(torch.float32, max(rows, hidden_size))
+    for got, want in ((x, exact_x), (residual, exact_residual), (weight, exact_weight)):
+        assert_close(got.grad, want.grad.float(), tolerance)
 
 
 def test_each_output_alone_carries_its_gradient(device: str) -> None:

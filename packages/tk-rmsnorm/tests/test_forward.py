@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_rmsnorm
+from tk_kernel_core.launch import recording
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_rmsnorm import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused, rmsnorm_torch
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch
@@ -57,9 +58,10 @@ def test_every_pair_of_dtypes(
 
 
 @pytest.mark.parametrize("casting", ["fp32", "llama"])
-def test_the_two_castings_round_where_they_say(casting: str, device: str) -> None:
-    x = random(64, 512, dtype=torch.bfloat16, device=device)
-    weight = random(512, dtype=torch.bfloat16, device=device, seed=1)
+@pytest.mark.parametrize("hidden_size", [512, 10_000])
+def test_the_two_castings_round_where_they_say(hidden_size: int, casting: str, device: str) -> None:
+    x = random(64, hidden_size, dtype=torch.bfloat16, device=device)
+    weight = random(hidden_size, dtype=torch.bfloat16, device=device, seed=1)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
     if casting == "llama":
         normed = normed.to(torch.bfloat16).double()
@@ -175,10 +177,11 @@ def strided_inputs(device: str) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("weight_stride", [1, 2])
 @pytest.mark.parametrize("name", list(strided_inputs("cpu")))
-def test_strides_give_the_contiguous_result(name: str, device: str) -> None:
+def test_strides_give_the_contiguous_result(name: str, weight_stride: int, device: str) -> None:
     x = strided_inputs(device)[name]
-    weight = random(2 * x.shape[-1], dtype=torch.float16, device=device, seed=1)[::2]
+    weight = random(2 * x.shape[-1], dtype=torch.float16, device=device, seed=1)[::weight_stride][: x.shape[-1]]
     dense, dense_weight = x.contiguous(), weight.contiguous()
     y = rmsnorm(x, weight)
     assert y.is_contiguous()
@@ -188,6 +191,29 @@ def test_strides_give_the_contiguous_result(name: str, device: str) -> None:
         want = fused_add_rmsnorm(dense, dense, dense_weight)
         assert all(part.is_contiguous() for part in got)
         assert torch.equal(torch.stack(got), torch.stack(want))
+
+
+@pytest.mark.parametrize(
+    ("name", "n_inner", "row_strides"),
+    [
+        ("inner columns", 1, (1000, 0)),
+        ("expanded row", 1, (0, 0)),
+        ("every other row", 1, (2000, 0)),
+        ("query heads of a projection", 4, (1000, 128)),
+    ],
+)
+def test_views_that_two_strides_reach_are_not_copied(
+    name: str, n_inner: int, row_strides: tuple[int, int], device: str
+) -> None:
+    x = strided_inputs(device)[name]
+    with recording() as launches:
+        rmsnorm(x)
+    if device == "cpu" and not launches:
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1: the reference launches nothing")
+    (arguments,) = (dict(launch.arguments) for launch in launches)
+    assert arguments["n_inner"] == n_inner
+    strides = arguments["stride_x_outer"], arguments["stride_x_inner"]
+    assert tuple(stride * arguments["ALIGNMENT"] for stride in strides) == row_strides
 
 
 @pytest.mark.parametrize("name", [name for name in strided_inputs("cpu") if name != "expanded row"])
