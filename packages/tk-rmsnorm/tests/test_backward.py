@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from tk_kernel_core.launch import launch_target
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_rmsnorm import _plans, fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused, rmsnorm_torch
 from tk_rmsnorm._launch import backward_config
@@ -88,8 +89,8 @@ def test_a_program_with_many_rows_adds_up_all_of_them(
         return dataclasses.replace(backward_config(*arguments), n_programs=2)
 
     monkeypatch.setattr(_plans, "backward_config", two_programs)
-    # More rows than two programs take in one step, and not a multiple of it.
-    rows = 2 * 32 + 7 if hidden_size == 64 else 5
+    # More rows than two programs take in two steps, and not a multiple of it.
+    rows = 4 * backward_config(1, hidden_size, 12, launch_target(torch.device(device))).block_m + 3
     x = leaf(rows, hidden_size, dtype=torch.float32, device=device, seed=0)
     residual = leaf(rows, hidden_size, dtype=torch.float32, device=device, seed=1)
     weight = leaf(hidden_size, dtype=torch.float32, device=device, seed=2)

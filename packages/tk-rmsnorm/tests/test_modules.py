@@ -79,7 +79,7 @@ def test_bad_arguments() -> None:
         TritonRMSNorm.from_module("norm")
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got NoneType"):
         replace_rmsnorm(None)
-    with pytest.raises(ValueError, match="got an RMSNorm itself"):
+    with pytest.raises(ValueError, match="model must contain the modules to replace, got one of them itself: RMSNorm"):
         replace_rmsnorm(torch.nn.RMSNorm(8))
 
 

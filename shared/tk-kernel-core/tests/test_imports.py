@@ -16,6 +16,8 @@ USED_BY_PACKAGES = (
     "checks",
     "registration",
     "layout",
+    "reduction",
+    "modules",
     "numerics",
 )
 HEAVY = {"triton", "pydantic", "matplotlib", "rich", "jinja2", "pynvml", "amdsmi", "pytest", "pandas", "scipy"}

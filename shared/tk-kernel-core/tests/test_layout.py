@@ -1,4 +1,4 @@
-"""Row layouts, held against PyTorch's own indexing and against a search through all layouts."""
+"""Row layouts and shared memory, held against PyTorch's own indexing and a search through all layouts and bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tk_kernel_core.layout import RowLayout, row_layout
+from tk_kernel_core.layout import (
+    RowLayout,
+    aligned_strides,
+    extent_bytes,
+    next_power_of_two,
+    overlap_check,
+    row_layout,
+)
 from tk_testkit import shapes, strides_for
 
 Tensors = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
@@ -135,3 +142,178 @@ def test_empty_tensors_have_no_rows_or_empty_ones(tensors: tuple[torch.Tensor, .
 )
 def test_examples(shape: tuple[int, ...], strides: list[tuple[int, ...]], want: RowLayout | None) -> None:
     assert row_layout(shape, *strides) == want
+
+
+strides_in_memory = st.one_of(st.integers(0, 64), st.integers(0, 2**40), st.integers(0, 2**20).map(lambda n: 64 * n))
+
+
+@given(
+    width=st.one_of(st.integers(0, 2**20), st.integers(1, 2**12).map(lambda n: 16 * n)),
+    strides=st.lists(st.tuples(strides_in_memory, strides_in_memory), min_size=1, max_size=4),
+)
+def test_strides_are_counted_in_the_largest_unit_that_divides_them(width: int, strides: list[tuple[int, int]]) -> None:
+    unit, counted = aligned_strides(width, RowLayout(6, 2, tuple(strides)))
+    assert unit in (1, 2, 4, 8, 16)
+    flat = [stride for pair in strides for stride in pair]
+    assert [unit * count for count in counted] == flat
+    assert width % unit == 0
+    assert unit == 16 or any(value % (2 * unit) for value in (width, *flat))
+
+
+@pytest.mark.parametrize(
+    ("width", "strides", "want"),
+    [
+        (4096, ((4096, 0),), (16, [256, 0])),
+        # One row for all: its width alone decides.
+        (48, ((0, 0), (0, 0)), (16, [0, 0, 0, 0])),
+        (40, ((0, 0),), (8, [0, 0])),
+        (4097, ((8192, 4096),), (1, [8192, 4096])),
+        # The worst tensor decides for all of them.
+        (64, ((64, 0), (68, 0)), (4, [16, 0, 17, 0])),
+        (64, ((96, 2), (64, 0)), (2, [48, 1, 32, 0])),
+        (0, ((0, 0),), (16, [0, 0])),
+    ],
+    ids=str,
+)
+def test_units_of_strides(width: int, strides: tuple[tuple[int, int], ...], want: tuple[int, list[int]]) -> None:
+    assert aligned_strides(width, RowLayout(6, 2, strides)) == want
+
+
+@given(st.integers(1, 2**40))
+def test_next_power_of_two(n: int) -> None:
+    power = next_power_of_two(n)
+    assert power // 2 < n <= power
+    assert power & (power - 1) == 0
+
+
+def test_next_power_of_two_of_small_numbers() -> None:
+    assert [next_power_of_two(n) for n in range(10)] == [1, 1, 2, 4, 4, 8, 8, 8, 8, 16]
+
+
+def bytes_of(tensor: torch.Tensor) -> set[int]:
+    """Addresses of all bytes of a tensor."""
+    size, addresses = tensor.element_size(), [tensor.data_ptr()]
+    for side, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        addresses = [address + size * stride * index for address in addresses for index in range(side)]
+    return {address + byte for address in addresses for byte in range(size)}
+
+
+def may_share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Ask both ways round, which must not matter."""
+    distance = b.data_ptr() - a.data_ptr()
+    answer = overlap_check(a, b)(distance)
+    assert overlap_check(b, a)(-distance) == answer
+    return answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@given(shapes(max_rank=4, max_side=4, min_side=0).flatmap(lambda shape: st.tuples(st.just(shape), strides_for(shape))))
+def test_the_extent_ends_with_the_last_byte(
+    dtype: torch.dtype, problem: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    tensor = torch.empty(4096, dtype=dtype).as_strided(*problem)
+    addresses = bytes_of(tensor)
+    assert extent_bytes(tensor) == (max(addresses) + 1 - tensor.data_ptr() if addresses else 0)
+
+
+def test_extents() -> None:
+    assert extent_bytes(torch.empty(3, 5)) == 60
+    assert extent_bytes(torch.empty(3, 5, dtype=torch.bfloat16)[:, :2]) == 24
+    assert extent_bytes(torch.empty(5).expand(1000, 5)) == 20
+    assert extent_bytes(torch.tensor(1.0)) == 4
+    assert extent_bytes(torch.empty(4, 0)) == extent_bytes(torch.empty(0, 4)[:, :2]) == 0
+    assert extent_bytes(torch.empty(2**40, 8, device="meta")) == 2**45
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=4).map(tuple),
+    strides=st.tuples(*[st.lists(st.integers(0, 12), min_size=4, max_size=4)] * 2),
+    dtypes=st.tuples(*[st.sampled_from([torch.int8, torch.float16, torch.float32])] * 2),
+    starts=st.tuples(*[st.integers(0, 60)] * 2),
+)
+def test_no_shared_byte_is_missed(
+    shape: tuple[int, ...],
+    strides: tuple[list[int], list[int]],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    starts: tuple[int, int],
+) -> None:
+    buffer = torch.zeros(1024, dtype=torch.int8)
+    a, b = (
+        buffer.view(dtype).as_strided(shape, steps[: len(shape)], start)
+        for dtype, steps, start in zip(dtypes, strides, starts, strict=True)
+    )
+    left, right = bytes_of(a), bytes_of(b)
+    if left & right:
+        assert may_share(a, b)
+    elif max(left) < min(right) or max(right) < min(left):
+        assert not may_share(a, b)
+
+
+@given(
+    rows=st.integers(1, 5),
+    width=st.integers(1, 5),
+    pitch=st.integers(0, 16),
+    sizes=st.tuples(*[st.sampled_from([1, 2, 4])] * 2),
+    starts=st.tuples(*[st.integers(0, 40)] * 2),
+)
+def test_for_rows_of_one_pitch_the_answer_is_exact(
+    rows: int, width: int, pitch: int, sizes: tuple[int, int], starts: tuple[int, int]
+) -> None:
+    buffer = torch.zeros(1024, dtype=torch.int8)
+    kinds = {1: torch.int8, 2: torch.float16, 4: torch.float32}
+    # The pitch is the same in bytes, whatever the elements are.
+    a, b = (
+        buffer.view(kinds[size]).as_strided((rows, width), (4 * pitch // size, 1), start)
+        for size, start in zip(sizes, starts, strict=True)
+    )
+    assert may_share(a, b) == bool(bytes_of(a) & bytes_of(b))
+
+
+def test_columns_of_one_matrix_lie_apart() -> None:
+    matrix = torch.empty(3, 4, 16)
+    assert not may_share(matrix[..., :8], matrix[..., 8:])
+    assert not may_share(matrix[..., :5], matrix[..., 11:])
+    assert may_share(matrix[..., :8], matrix[..., 7:15])
+    assert may_share(matrix[..., 7:15], matrix[..., :8])
+    assert may_share(matrix[..., :8], matrix[..., :8])
+    # Rows that begin further down are columns all the same.
+    assert not may_share(matrix[0, :3, :8], matrix[0, 1:, 8:])
+    assert may_share(matrix[0, :3, :8], matrix[0, 1:, :8])
+    # Two row strides, and elements apart from one another: not looked at closely.
+    assert may_share(matrix[:, :2, :8], matrix[:, :2, 8:])
+    assert may_share(matrix[..., ::2], matrix[..., 1::2])
+
+
+def test_columns_of_different_dtypes_lie_apart() -> None:
+    rows = torch.empty(5, 24, dtype=torch.int8)
+    narrow, wide = rows[:, :8].view(torch.float16), rows[:, 8:].view(torch.float32)
+    assert narrow.shape == wide.shape == (5, 4)
+    assert not may_share(narrow, wide)
+    assert may_share(narrow, rows[:, 4:20].view(torch.float32))
+
+
+def test_tensors_of_one_dimension_and_of_none() -> None:
+    line = torch.empty(16)
+    assert not may_share(line[:8], line[8:])
+    assert may_share(line[:8], line[7:15])
+    assert may_share(line[0], line[0])
+    assert not may_share(line[0], line[1])
+    # The same elements of which one dtype takes more bytes.
+    assert may_share(line[1], line.view(torch.float16)[3])
+    assert not may_share(line[1], line.view(torch.float16)[4])
+
+
+def test_empty_tensors_share_nothing() -> None:
+    matrix = torch.empty(4, 8)
+    for empty in (matrix[:0], matrix[:, :0], matrix[:0, :0]):
+        assert not may_share(empty, empty)
+
+
+def test_one_answer_serves_all_distances() -> None:
+    matrix = torch.empty(4, 16)
+    shares = overlap_check(matrix[:, :8], matrix[:, 8:])
+    # Rows of 32 bytes every 64 bytes: the last of four ends after 224.
+    assert [distance for distance in range(-256, 257, 32) if not shares(distance)] == [
+        distance for distance in range(-256, 257, 32) if distance % 64 == 32 or abs(distance) >= 224
+    ]
+    assert all(shares(distance) for distance in (-31, -1, 0, 1, 31, 33, 63, 64, 65))

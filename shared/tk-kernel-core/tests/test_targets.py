@@ -52,6 +52,15 @@ def test_hopper_or_later() -> None:
     assert dataclasses.replace(ada, name="sm_120", arch=120).is_hopper_or_later
 
 
+@pytest.mark.parametrize("target", COMPILE_TARGETS.values(), ids=lambda target: target.name)
+def test_warps_hold_the_threads_that_are_asked_for(target: Target) -> None:
+    for threads in (64, 128, 256, 512, 1024):
+        assert target.warps(threads) * target.warp_size == threads
+    # At least one, and no more threads than a program may have.
+    assert [target.warps(threads) for threads in (0, 1, 16, 32)] == [1, 1, 1, 1]
+    assert [target.warps(threads) * target.warp_size for threads in (1025, 2048, 2**40)] == [1024] * 3
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_other_devices_follow_the_interpreted_target(device: str) -> None:
     assert target_of(torch.device(device)) is INTERPRETED_TARGET

@@ -143,6 +143,8 @@ def rmsnorm_backward_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """dx = rstd * (dyw - n * mean(dyw * n)) + dsum with n = x * rstd, dyw = dy * (weight + weight_offset).
 
@@ -154,9 +156,15 @@ def rmsnorm_backward_kernel(
     if dweight_ptr is not None:
         dweight_ptr += tl.program_id(0).to(tl.int64) * HIDDEN_SIZE
     dweight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if HIDDEN_SIZE <= BLOCK_N:
+        scale = _load_scale(weight_ptr, weight_offset, columns, columns < HIDDEN_SIZE)
 
     first_row = tl.program_id(0).to(n_rows.dtype) * BLOCK_M
-    for first in tl.range(first_row, n_rows, tl.num_programs(0) * BLOCK_M):
+    # In stages: the next rows are on their way from memory while these are worked on.
+    for first in tl.range(first_row, n_rows, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_M)
         row_mask = (rows < n_rows)[:, None]  # [BLOCK_M, 1]
         x_rows = x_ptr + _row_offsets(rows, n_inner, stride_x_outer, stride_x_inner, ALIGNMENT)
@@ -167,22 +175,22 @@ def rmsnorm_backward_kernel(
 
         if HIDDEN_SIZE <= BLOCK_N:
             mask = row_mask & (columns < HIDDEN_SIZE)
-            x = _load(x_rows + columns, mask, "evict_first")
-            dy = _load(dy_rows + columns, mask, "evict_first")
+            x = _load(x_rows + columns, mask, "evict_last")
+            dy = _load(dy_rows + columns, mask, "evict_last")
             rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / HIDDEN_SIZE + eps)  # [BLOCK_M, 1]
             normed = x * rstd
-            dyw = dy * _load_scale(weight_ptr, weight_offset, columns, columns < HIDDEN_SIZE)
+            dyw = dy * scale
             projection = tl.sum(dyw * normed, axis=1, keep_dims=True) / HIDDEN_SIZE  # [BLOCK_M, 1]
             dx = rstd * (dyw - normed * projection)
             if dsum_ptr is not None:
-                dx += _load(dsum_rows + columns, mask, "evict_first")
+                dx += _load(dsum_rows + columns, mask, "evict_last")
             tl.store(dx_rows + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if dweight_ptr is not None:
                 dweight += dy * _round_through(normed, dtype, CAST_FIRST)
         else:
             squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N):
+            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N, num_stages=STAGES):
                 offsets = start + columns
                 mask = row_mask & (offsets < HIDDEN_SIZE)
                 x = _load(x_rows + offsets, mask, "evict_last")
@@ -191,7 +199,7 @@ def rmsnorm_backward_kernel(
                 products += x * dy * _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE)
             rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / HIDDEN_SIZE + eps)
             projection = rstd * tl.sum(products, axis=1, keep_dims=True) / HIDDEN_SIZE
-            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N):
+            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N, num_stages=STAGES):
                 offsets = start + columns
                 mask = row_mask & (offsets < HIDDEN_SIZE)
                 column_mask = offsets < HIDDEN_SIZE

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tk_kernel_core.layout import next_power_of_two
+
 if TYPE_CHECKING:
-    from tk_kernel_core.layout import RowLayout
     from tk_kernel_core.targets import Target
 
 
@@ -37,26 +36,17 @@ class BackwardConfig:
         block_m: Rows per step of a program.
         block_n: Columns per tile.
         num_warps: Warps per program.
+        stages: Steps whose rows are in flight or in work at a time.
         n_programs: Number of programs, each with its own partial weight gradient.
+        dependent_launch: As in `ForwardConfig`.
     """
 
     block_m: int
     block_n: int
     num_warps: int
+    stages: int
     n_programs: int
-
-
-def next_power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least `n`; 1 for 0."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def row_strides(hidden_size: int, layout: RowLayout) -> tuple[int, list[int]]:
-    """Return the largest power of two up to 16 that divides every row's start, and the strides in that unit."""
-    strides = [stride for pair in layout.strides for stride in pair]
-    combined = functools.reduce(operator.or_, strides, hidden_size | 16)
-    unit = combined & -combined
-    return unit, [stride // unit for stride in strides]
+    dependent_launch: bool
 
 
 def forward_config(hidden_size: int, has_residual: bool, target: Target) -> ForwardConfig:
@@ -77,20 +67,32 @@ def forward_config(hidden_size: int, has_residual: bool, target: Target) -> Forw
     else:
         block_n, elements_per_thread = 8192, 16
     block_m = max(1, 2048 // block_n)
-    num_warps = _warps(block_m * block_n // elements_per_thread, target)
+    num_warps = target.warps(block_m * block_n // elements_per_thread)
     return ForwardConfig(block_m, block_n, num_warps, target.is_hopper_or_later)
 
 
-def backward_config(n_rows: int, hidden_size: int, target: Target) -> BackwardConfig:
-    """Choose the backward launch."""
+def backward_config(n_rows: int, hidden_size: int, bytes_per_element: int, target: Target) -> BackwardConfig:
+    """Choose the backward launch.
+
+    Args:
+        n_rows: Rows of the matrix.
+        hidden_size: Elements in a row.
+        bytes_per_element: Bytes that are read for one element of `dx`, over all tensors.
+        target: The GPU.
+    """
     block_n = next_power_of_two(hidden_size)
     if block_n > 8192:
-        block_n = 4096
+        # A row this long is read twice, and its weight gradient added to in memory, once for the rows of a step.
+        # Wide elements, and those that are loaded one by one, take more registers: their tiles are smaller.
+        is_light = bytes_per_element <= 6 and hidden_size % 8 == 0
+        block_n, programs_per_unit = (4096, 1) if is_light else (2048, 2)
+        n_programs = min(-(-n_rows // 2), programs_per_unit * target.compute_units)
+        return BackwardConfig(2, block_n, target.warps(block_n // 8), 1, n_programs, target.is_hopper_or_later)
     block_m = max(1, min(4096 // block_n, 32))
-    num_warps = _warps(block_m * block_n // 16, target)
-    n_programs = min(-(-n_rows // block_m), 2 * target.compute_units)
-    return BackwardConfig(block_m, block_n, num_warps, n_programs)
-
-
-def _warps(threads: int, target: Target) -> int:
-    return max(1, min(threads, 1024) // target.warp_size)
+    tile = block_m * block_n
+    # Of three stages one is in registers, two are in shared memory, beside what reductions and stores need.
+    is_staged = target.backend == "cuda" and tile * (2 * bytes_per_element + 4) <= target.shared_bytes
+    num_warps = target.warps(tile // (32 if is_staged and block_n >= 2048 else 16))
+    n_programs = min(-(-n_rows // block_m), target.compute_units * (2 if tile <= 4096 else 1))
+    stages = 3 if is_staged else 1
+    return BackwardConfig(block_m, block_n, num_warps, stages, n_programs, target.is_hopper_or_later)

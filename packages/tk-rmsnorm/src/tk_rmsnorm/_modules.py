@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_number, check_tensor
+from tk_kernel_core.modules import check_replaceable, replace_modules
 from tk_rmsnorm._ops import Casting, rmsnorm
 from tk_rmsnorm._reference import rmsnorm_torch
 
@@ -135,10 +135,9 @@ class TritonRMSNorm(torch.nn.Module):
         if isinstance(module, cls):
             return module
         kind = type(module).__name__
-        if any(value for name, value in vars(module).items() if name.endswith(("_hooks", "_hooks_always_called"))):
-            raise ValueError(f"module must have no hooks, which would be lost; {kind} has some: add them afterwards")
-        if "forward" in vars(module) or next(module.buffers(), None) is not None:
-            raise ValueError(f"module must have no forward and no buffers of its own, which would be lost, {kind} has")
+        check_replaceable(module)
+        if next(module.children(), None) is not None:
+            raise ValueError(f"module must have no submodules, which would be lost, {kind} has some")
         weight = getattr(module, "weight", None)
         if weight is not None and not (isinstance(weight, torch.nn.Parameter) and weight.dim()):
             raise ValueError(f"the weight of module must be a parameter of at least one dimension, {kind} has another")
@@ -168,29 +167,7 @@ def replace_rmsnorm(model: torch.nn.Module) -> list[str]:
         TypeError: `model` is no module.
         ValueError: `model` is itself an RMSNorm.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if _is_rmsnorm(model):
-        raise ValueError("model must contain its norms, got an RMSNorm itself: use TritonRMSNorm.from_module")
-    replacements: dict[torch.nn.Module, TritonRMSNorm | None] = {}
-    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if _is_rmsnorm(module)]
-    for name, module in places:
-        if module in replacements:
-            continue
-        try:
-            replacements[module] = TritonRMSNorm.from_module(module)
-        except ValueError as error:
-            replacements[module] = None
-            warnings.warn(f"{name} was not replaced: {error}", stacklevel=2)
-    # Only now, so that an error above leaves the model whole.
-    replaced = []
-    for name, module in places:
-        replacement = replacements[module]
-        if replacement is not None:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, replacement)
-            replaced.append(name)
-    return replaced
+    return replace_modules(model, _is_rmsnorm, TritonRMSNorm.from_module)
 
 
 def _default_eps(dtype: torch.dtype) -> float:

@@ -21,8 +21,9 @@ from tk_kernel_core.checks import (
 )
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
-from tk_kernel_core.layout import row_layout
-from tk_rmsnorm._launch import backward_config, forward_config, row_strides
+from tk_kernel_core.layout import aligned_strides, overlap_check, row_layout
+from tk_kernel_core.reduction import sum_rows
+from tk_rmsnorm._launch import backward_config, forward_config
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_backward_torch, rmsnorm_torch
 
 _FORWARD = Kernel("tk_rmsnorm._kernels", "rmsnorm_forward_kernel")
@@ -31,6 +32,8 @@ _BACKWARD = Kernel("tk_rmsnorm._kernels", "rmsnorm_backward_kernel")
 Form = Literal["norm", "norm_of_sum", "norm_and_sum", "in_place"]
 Plan = Callable[[Any, Any, Any], Any]
 _PLANS: PlanCache[Plan] = PlanCache()
+BackwardPlan = Callable[[Any, Any, Any, Any], tuple[torch.Tensor, torch.Tensor]]
+_BACKWARD_PLANS: PlanCache[BackwardPlan] = PlanCache()
 
 
 def check_arguments(
@@ -118,8 +121,9 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
 
         def by_reference(x: Any, residual: Any, weight: Any) -> Any:
             if residual is None:
-                return rmsnorm_torch(x, weight, **numbers).contiguous()
-            return _deliver(form, x, residual, *fused_add_rmsnorm_torch(x, residual, weight, **numbers))
+                return rmsnorm_torch(x.contiguous(), weight, **numbers)
+            results = fused_add_rmsnorm_torch(x.contiguous(), residual.contiguous(), weight, **numbers)
+            return _deliver(form, x, residual, *results)
 
         return by_reference
 
@@ -144,7 +148,7 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
         return on_copies
 
     config = forward_config(x.shape[-1], residual is not None, launch_target(x.device))
-    unit, strides = row_strides(x.shape[-1], layout)
+    unit, strides = aligned_strides(x.shape[-1], layout)
     launch = PreparedLaunch(
         _FORWARD,
         (-(-layout.n_rows // config.block_m), 1, 1),
@@ -186,21 +190,10 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
 
 def _in_place(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
     """Add to an in-place plan what the addresses decide, and what autograd must know of the writes."""
-    x_bytes, residual_bytes = _extent(x), _extent(residual)
-    layout = row_layout(x.shape, x.stride(), residual.stride())
-    pitch = 0
-    if layout is not None and layout.n_inner == 1:
-        pitches = {
-            stride * tensor.element_size() for (stride, _), tensor in zip(layout.strides, (x, residual), strict=True)
-        }
-        pitch = pitches.pop() if len(pitches) == 1 else 0
-    x_row, residual_row = (x.shape[-1] * tensor.element_size() for tensor in (x, residual))
+    may_share = overlap_check(x, residual)
 
     def checked(x: Any, residual: Any, weight: Any) -> Any:
-        distance = residual.data_ptr() - x.data_ptr()
-        # Columns of one matrix lie apart although their extents do not.
-        apart = pitch and x_row <= distance % pitch <= pitch - residual_row
-        if -residual_bytes < distance < x_bytes and not apart:
+        if may_share(residual.data_ptr() - x.data_ptr()):
             raise ValueError("x and residual are both written in place and must not share memory")
         plan(x, residual, weight)
         for tensor in (x, residual):
@@ -208,14 +201,6 @@ def _in_place(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
                 torch.autograd.graph.increment_version(tensor)
 
     return checked
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last; 0 for an empty tensor."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def _deliver(form: Form, x: torch.Tensor, residual: torch.Tensor, y: torch.Tensor, total: torch.Tensor) -> Any:
@@ -252,23 +237,51 @@ def rmsnorm_backward(
     Returns:
         `(dx, dweight)`, with the dtypes of `x` and `weight`; `dweight` is empty where there is none.
     """
-    hidden_size = x.shape[-1]
     wants_dweight = wants_dweight and weight is not None
+    key = (
+        dy.shape,
+        *((tensor.stride(), tensor.dtype) for tensor in (dy, x)),
+        None if dsum is None else (dsum.stride(), dsum.dtype),
+        None if weight is None else (weight.stride(), weight.dtype),
+        x.device,
+        eps,
+        weight_offset,
+        casting,
+        wants_dweight,
+    )
+    plan = _BACKWARD_PLANS.get(key)
+    if plan is None:
+        plan = _backward_plan(dy, dsum, x, weight, eps, weight_offset, casting, wants_dweight)
+        _BACKWARD_PLANS.remember(key, plan, x.device)
+    return plan(dy, dsum, x, weight)
+
+
+def _backward_plan(
+    dy: Any, dsum: Any, x: Any, weight: Any, eps: float, weight_offset: float, casting: str, wants_dweight: bool
+) -> BackwardPlan:
     if x.numel() == 0 or backend_of("x", x) == "reference":
-        dx, dweight = rmsnorm_backward_torch(dy, dsum, x, weight, eps, weight_offset, casting)
-        return dx.contiguous(), dweight if wants_dweight and dweight is not None else dx.new_empty(0)
+
+        def by_reference(dy: Any, dsum: Any, x: Any, weight: Any) -> Any:
+            dx, dweight = rmsnorm_backward_torch(dy, dsum, x, weight, eps, weight_offset, casting)
+            return dx.contiguous(), dweight if wants_dweight and dweight is not None else dx.new_empty(0)
+
+        return by_reference
+
     addend = x if dsum is None else dsum
     layout = row_layout(x.shape, dy.stride(), addend.stride(), x.stride())
-    if layout is None:
-        dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
-        return rmsnorm_backward(dy, dsum, x, weight, eps, weight_offset, casting, wants_dweight)
-    config = backward_config(layout.n_rows, hidden_size, launch_target(x.device))
-    unit, strides = row_strides(hidden_size, layout)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = None
-    if wants_dweight:
-        partial = torch.empty(config.n_programs, hidden_size, dtype=torch.float32, device=x.device)
-    PreparedLaunch(
+    if layout is None or not (weight is None or weight.is_contiguous()):
+
+        def on_copies(dy: Any, dsum: Any, x: Any, weight: Any) -> Any:
+            dy, dsum, x, weight = (None if part is None else part.contiguous() for part in (dy, dsum, x, weight))
+            return rmsnorm_backward(dy, dsum, x, weight, eps, weight_offset, casting, wants_dweight)
+
+        return on_copies
+
+    hidden_size = x.shape[-1]
+    bytes_per_element = sum(tensor.element_size() for tensor in (dy, dsum, x) if tensor is not None)
+    config = backward_config(layout.n_rows, hidden_size, bytes_per_element, launch_target(x.device))
+    unit, strides = aligned_strides(hidden_size, layout)
+    launch = PreparedLaunch(
         _BACKWARD,
         (config.n_programs, 1, 1),
         (layout.n_rows, layout.n_inner, *strides, float(eps), float(weight_offset)),
@@ -278,10 +291,19 @@ def rmsnorm_backward(
             "ALIGNMENT": unit,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
+            "STAGES": config.stages,
+            "DEPENDENT_LAUNCH": config.dependent_launch,
         },
         x.device,
         num_warps=config.num_warps,
-    )(dx, partial, dy, dsum, x, None if weight is None else weight.contiguous())
-    if weight is None or partial is None:
-        return dx, dx.new_empty(0)
-    return dx, partial.sum(0).to(weight.dtype)
+        **({"launch_pdl": True} if config.dependent_launch else {}),
+    )
+    new_dx = allocator(x.shape, x.dtype, x.device)
+    new_partial = allocator((config.n_programs, hidden_size), torch.float32, x.device)
+
+    def by_kernel(dy: Any, dsum: Any, x: Any, weight: Any) -> Any:
+        dx, partial = new_dx(), new_partial() if wants_dweight else None
+        launch(dx, partial, dy, dsum, x, weight)
+        return dx, dx.new_empty(0) if partial is None else sum_rows(partial, weight.dtype)
+
+    return by_kernel

@@ -1,9 +1,15 @@
-"""Rows of strided tensors: finding two row strides that reach every row without a copy."""
+"""Strided tensors: reaching every row by two strides without a copy, wide accesses, and memory that is shared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +59,62 @@ def row_layout(shape: Sequence[int], *strides: Sequence[int]) -> RowLayout | Non
     outer = merged[0] if merged else (1, none)
     inner = merged[1] if len(merged) == 2 else (1, none)
     return RowLayout(outer[0] * inner[0], inner[0], tuple(zip(outer[1], inner[1], strict=True)))
+
+
+def aligned_strides(width: int, layout: RowLayout) -> tuple[int, list[int]]:
+    """Count strides in the largest power of two up to 16 elements that divides every row's start.
+
+    A kernel that multiplies them by that unit again shows the compiler how wide it may load, without being
+    compiled for each stride.
+
+    Args:
+        width: Elements in a row.
+        layout: The rows.
+
+    Returns:
+        The unit in elements, which divides `width` too, and the outer and inner stride of each tensor in units.
+    """
+    strides = [stride for pair in layout.strides for stride in pair]
+    combined = functools.reduce(operator.or_, strides, width | 16)
+    unit = combined & -combined
+    return unit, [stride // unit for stride in strides]
+
+
+def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last one; 0 for an empty tensor."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def overlap_check(a: torch.Tensor, b: torch.Tensor) -> Callable[[int], bool]:
+    """Prepare the question whether two tensors of one shape share memory, for all calls with these strides.
+
+    Args:
+        a: Any strided tensor.
+        b: Another one of the same shape; the dtypes may differ.
+
+    Returns:
+        A function of the distance from `a`'s first element to `b`'s, in bytes. It is False where the tensors
+        certainly lie apart: their extents do, or they are columns of one matrix.
+    """
+    extent_a, extent_b = extent_bytes(a), extent_bytes(b)
+    layout = row_layout(a.shape, a.stride(), b.stride()) if a.dim() else None
+    pitch = 0
+    if layout is not None and layout.n_inner == 1:
+        pitches = {stride * tensor.element_size() for (stride, _), tensor in zip(layout.strides, (a, b), strict=True)}
+        pitch = pitches.pop() if len(pitches) == 1 else 0
+    row_a, row_b = (tensor.shape[-1] * tensor.element_size() if tensor.dim() else 0 for tensor in (a, b))
+
+    def may_share(distance: int) -> bool:
+        if not -extent_b < distance < extent_a:
+            return False
+        return not (pitch and row_a <= distance % pitch <= pitch - row_b)
+
+    return may_share

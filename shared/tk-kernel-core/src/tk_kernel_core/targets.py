@@ -39,6 +39,10 @@ class Target:
         """Whether programmatic dependent launch and the tensor memory accelerator exist."""
         return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 90
 
+    def warps(self, threads: int) -> int:
+        """Return how many whole warps this many threads make: at least one, and no more than 1024 threads."""
+        return max(1, min(threads, 1024) // self.warp_size)
+
 
 COMPILE_TARGETS: dict[str, Target] = {
     target.name: target

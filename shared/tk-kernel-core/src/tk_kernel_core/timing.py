@@ -88,7 +88,7 @@ def rotated_inputs(make: Callable[[int], Inputs], device: str) -> list[Inputs]:
     first = make(0)
     if device == "cpu":
         return [first]
-    size = max(1, sum(tensor.numel() * tensor.element_size() for tensor in _tensors(first)))
+    size = max(1, _bytes_in(first))
     count = min(MOST_INPUT_SETS, max(2, -(-ROTATED_BYTES // size)))
     return [first, *(make(seed) for seed in range(1, count))]
 
@@ -139,6 +139,16 @@ def measure(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs], *, 
         after = _clock_mhz(device)
         host_us = _host_us(function, input_sets[0], statistics.median(samples))
     return summarise(samples, calls, method, note=note, clock_mhz_before=before, clock_mhz_after=after, host_us=host_us)
+
+
+def _bytes_in(inputs: Inputs) -> int:
+    """Bytes of memory under the tensors, once where several share it."""
+    sizes: dict[int, tuple[int, int]] = {}
+    for tensor in _tensors(inputs):
+        memory = tensor.untyped_storage()
+        reached = sizes.get(memory.data_ptr(), (0, 0))[0] + tensor.numel() * tensor.element_size()
+        sizes[memory.data_ptr()] = reached, memory.nbytes()
+    return sum(min(size) for size in sizes.values())
 
 
 def _tensors(value: object) -> Iterable[torch.Tensor]:
