@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,6 +25,9 @@ from tk_kernel_core.launch import (
 )
 from tk_kernel_core.targets import COMPILE_TARGETS, INTERPRETED_TARGET
 
+if TYPE_CHECKING:
+    from triton.language import constexpr
+
 sys.path.append(str(Path(__file__).parent))
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -34,6 +37,18 @@ class FakeFunction:
     """Stands for a `triton.jit` function on the CPU: notes how it is launched."""
 
     arg_names = ("out_ptr", "x_ptr", "bias_ptr", "n_elements", "factor", "EVEN", "BLOCK")
+
+    @staticmethod
+    def fn(
+        out_ptr: Any,
+        x_ptr: Any,
+        bias_ptr: Any,
+        n_elements: int,
+        factor: float,
+        EVEN: constexpr,  # noqa: N803 - as kernels write their compile-time parameters
+        BLOCK: constexpr = 32,  # noqa: N803
+    ) -> None:
+        """Nothing: only the signature is looked at."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -158,9 +173,10 @@ def test_sixteen_bytes_are_aligned(prepare: Prepare, offset_bytes: int) -> None:
         {"constexprs": {"BLOCK": 32, "EVEN": True}},
         {"constexprs": {"EVEN": True, "BLOCKS": 32}},
         {"constexprs": {"BLOCK": 32}, "scalars": (64, 0.5, 1, 2, 3, 4)},
+        {"constexprs": {"EVEN": True}},
         {"scalars": (64, 0.5, 1, 2)},
     ],
-    ids=["order", "name", "missing", "scalars"],
+    ids=["order", "name", "missing", "left to its default", "scalars"],
 )
 def test_arguments_that_do_not_fit_the_kernel_are_refused(prepare: Prepare, changes: dict[str, Any]) -> None:
     x = torch.empty(64, device="meta")

@@ -82,9 +82,19 @@ def inputs_of(n_bytes: int, seeds: list[int]) -> Any:
         seeds.append(seed)
         quarter = torch.empty(n_bytes // 8, dtype=torch.bfloat16, device="meta")
         # Numbers have no size, and tensors count wherever they are.
-        return {"x": torch.cat((quarter, quarter)), "eps": 1e-6, "rest": [quarter, (quarter, None)]}
+        return {"x": torch.cat((quarter, quarter)), "eps": 1e-6, "rest": [quarter, (quarter.clone(), None)]}
 
     return make
+
+
+def test_memory_that_several_inputs_share_counts_once() -> None:
+    def make(seed: int) -> Inputs:
+        memory = torch.empty(2, ROTATED_BYTES // 16, dtype=torch.int8, device="meta")
+        # A slice of a large tensor counts as what is read of it.
+        slice_of_more = torch.empty(ROTATED_BYTES, dtype=torch.int8, device="meta")[: ROTATED_BYTES // 8]
+        return {"memory": memory, "halves": [*memory], "slice": slice_of_more}
+
+    assert len(rotated_inputs(make, "cuda")) == 4
 
 
 @pytest.mark.parametrize(

@@ -73,15 +73,22 @@ def _clamp(gate, up, limit, HAS_LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid_factors(x):
-    """Return a, b, r with sigmoid(x) = a * a * r and 1 - sigmoid(x) = b * r.
+def _exponential(gate, alpha):
+    """Return whether alpha * gate is 0 or greater, and e = exp(-|alpha * gate|), which is 1 at most.
 
-    They neither overflow nor vanish where the product of sigmoid(x) with x does not: the exponential is that
-    of -|x| / 2, and the divisor lies between 1 and 2, where the fast division is right.
+    sigmoid(alpha * gate) is 1 / (1 + e) then, else e / (1 + e). Nothing overflows, the divisor lies between 1 and
+    2, where the fast division is right, and e stays above 0, if subnormal, where its product with gate counts.
     """
-    half = tl.exp(-0.5 * tl.abs(x))
-    square = half * half
-    return tl.where(x >= 0, 1.0, half), tl.where(x >= 0, square, 1.0), 1.0 / (1.0 + square)
+    exponent = gate * (alpha * 1.4426950408889634)
+    return exponent >= 0, tl.exp2(-tl.abs(exponent))
+
+
+@triton.jit
+def _plus(value, beta, HAS_BETA: tl.constexpr):
+    # Adding 0 would turn -0 into 0.
+    if HAS_BETA:
+        value += beta
+    return value
 
 
 @triton.jit
@@ -122,6 +129,7 @@ def swiglu_forward_kernel(
     WIDTH: tl.constexpr,
     LAYOUT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    HAS_BETA: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -150,8 +158,8 @@ def swiglu_forward_kernel(
         gate += bias_gate
         up += bias_up
     gate, up = _clamp(gate, up, limit, HAS_LIMIT)
-    a, _, r = _sigmoid_factors(alpha * gate)
-    out = gate * a * a * r * (up + beta)
+    is_positive, e = _exponential(gate, alpha)
+    out = tl.where(is_positive, gate, gate * e) / (1.0 + e) * _plus(up, beta, HAS_BETA)
     rows, columns, mask = _places(first, n_elements, WIDTH, BLOCK)
     out_ptrs = out_ptr + _row_offsets(rows, n_inner, stride_out_outer, stride_out_inner, ALIGNMENT) + columns
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -184,6 +192,7 @@ def swiglu_backward_kernel(
     limit,
     LAYOUT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    HAS_BETA: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -233,13 +242,15 @@ def swiglu_backward_kernel(
             gate += bias_gate
             up += bias_up
         clamped_gate, clamped_up = _clamp(gate, up, limit, HAS_LIMIT)
+        is_positive, e = _exponential(clamped_gate, alpha)
+        r = 1.0 / (1.0 + e)
+        # Further out 1 - s is 0 or 1. Infinity times 0 is NaN: right for a gate that is infinite, but not for one
+        # whose product with alpha is.
         x = alpha * clamped_gate
-        # Further out the factors are 0 and 1. Infinity times 0 is NaN: right for a gate that is infinite, but not
-        # for one whose product with alpha is.
         x = tl.where(tl.abs(clamped_gate) < float("inf"), tl.minimum(tl.maximum(x, -200.0), 200.0), x)
-        a, b, r = _sigmoid_factors(x)
-        dgate = dy * (clamped_up + beta) * (a * (1.0 + x * b * r)) * a * r
-        dup = dy * (clamped_gate * a * a * r)
+        slope = 1.0 + x * tl.where(is_positive, e, 1.0) * r
+        dgate = dy * _plus(clamped_up, beta, HAS_BETA) * tl.where(is_positive, slope, slope * e) * r
+        dup = dy * (tl.where(is_positive, clamped_gate, clamped_gate * e) * r)
         if HAS_LIMIT:
             dgate = tl.where(gate <= limit, dgate, 0.0)
             dup = tl.where((up <= limit) & (up >= -limit), dup, 0.0)

@@ -142,14 +142,15 @@ def _swiglu(
 ) -> torch.Tensor:
     if not takes_operator(gate, up, bias, bias_up, out):
         return _plans.forward(gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit, out)
-    if not torch.compiler.is_compiling():
+    if out is not None or not torch.compiler.is_compiling():
         # Before the dispatcher words the error; while compiling, the fake implementation checks.
-        _plans.check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit)
-    if out is not None:
-        _plans.check_out(out, gate, layout)
-        if torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in (gate, up, bias, bias_up, out)
-        ):
-            raise RuntimeError("out cannot be combined with gradients: call without it, or under torch.no_grad()")
+        _plans.check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit, out)
+    tensors = (gate, up, bias, bias_up, out)
+    if (
+        out is not None
+        and torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in tensors if tensor is not None)
+    ):
+        raise RuntimeError("out cannot be combined with gradients: call without it, or under torch.no_grad()")
     result: torch.Tensor = _operators.swiglu(gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit)
     return result if out is None else out.copy_(result)

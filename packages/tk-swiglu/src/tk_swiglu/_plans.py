@@ -35,7 +35,7 @@ _BACKWARD_PLANS: PlanCache[BackwardPlan] = PlanCache()
 
 
 def check_arguments(
-    gate: Any, up: Any, bias: Any, bias_up: Any, layout: str, alpha: Any, beta: Any, limit: Any
+    gate: Any, up: Any, bias: Any, bias_up: Any, layout: str, alpha: Any, beta: Any, limit: Any, out: Any = None
 ) -> None:
     """Raise TypeError or ValueError for arguments that no call takes."""
     separate = layout == "separate"
@@ -58,6 +58,13 @@ def check_arguments(
             check_shape(bias_name, value, gate.shape[-1:])
             check_same_device(bias_name, value, gate.device, name)
     check_numbers(alpha, beta, limit)
+    if out is not None:
+        check_tensor("out", out, (gate.dtype,))
+        check_shape("out", out, result_shape(gate, layout))
+        check_same_device("out", out, gate.device, name)
+        if not torch.compiler.is_compiling():
+            # Compiled, the result is copied into out, and the copy looks for itself.
+            check_writable("out", out)
 
 
 def check_numbers(alpha: Any, beta: Any, limit: Any) -> None:
@@ -70,17 +77,6 @@ def check_numbers(alpha: Any, beta: Any, limit: Any) -> None:
         # An int may be too large to be a float.
         if not 0 < limit <= sys.float_info.max:
             raise ValueError(f"limit must be None or a positive finite number, got {limit}")
-
-
-def check_out(out: Any, gate: torch.Tensor, layout: str) -> None:
-    """Raise TypeError or ValueError for an `out` that does not fit the result."""
-    name = "gate" if layout == "separate" else "x"
-    check_tensor("out", out, (gate.dtype,))
-    check_shape("out", out, result_shape(gate, layout))
-    check_same_device("out", out, gate.device, name)
-    if not torch.compiler.is_compiling():
-        # Compiled, the result is copied into out, and the copy looks for itself.
-        check_writable("out", out)
 
 
 def result_shape(gate: torch.Tensor, layout: str) -> tuple[int, ...]:
@@ -120,14 +116,10 @@ def forward(
         plan = _PLANS.get(key)
     except (AttributeError, TypeError):
         # Some argument is not what it should be; the check says which.
-        check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit)
-        if out is not None:
-            check_out(out, gate, layout)
+        check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit, out)
         raise
     if plan is None:
-        check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit)
-        if out is not None:
-            check_out(out, gate, layout)
+        check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit, out)
         plan = _plan(gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit, out)
         if out is not None and not out.is_meta:
             plan = _into(plan, gate, up, bias, bias_up, layout, gate_first, out)
@@ -174,7 +166,7 @@ def _plan(
         (n_elements // rows.unit, rows.n_inner, *rows.strides, *_scalars(alpha, beta, limit)),
         {
             "WIDTH": 0 if rows.is_flat else rows.width,
-            **_constexprs(layout, gate_first, limit, rows),
+            **_constexprs(layout, gate_first, beta, limit, rows),
             "BLOCK": config.block,
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
@@ -226,9 +218,8 @@ def _rows(gate: Any, up: Any, bias: Any, layout: str, result_strides: tuple[int,
         return None
     width = result_shape(gate, layout)[-1]
     # Where nothing tells one row from the next, one row holds them all.
-    dense = width, gate.shape[-1], gate.shape[-1]
-    is_flat = bias is None and layout != "concat" and rows.n_inner == 1
-    is_flat = is_flat and all(outer == size for (outer, _), size in zip(rows.strides, dense, strict=True))
+    dense = (width, 0), (gate.shape[-1], 0), (gate.shape[-1], 0)
+    is_flat = bias is None and layout != "concat" and (rows.n_rows == 1 or rows.strides == dense)
     if is_flat:
         width *= rows.n_rows
         rows = RowLayout(1, 1, ((0, 0),) * 3)
@@ -239,8 +230,14 @@ def _scalars(alpha: float, beta: float, limit: float | None) -> tuple[float, flo
     return float(alpha), float(beta), 0.0 if limit is None else float(limit)
 
 
-def _constexprs(layout: str, gate_first: bool, limit: float | None, rows: _Rows) -> dict[str, Any]:
-    return {"LAYOUT": layout, "GATE_FIRST": gate_first, "HAS_LIMIT": limit is not None, "ALIGNMENT": rows.unit}
+def _constexprs(layout: str, gate_first: bool, beta: float, limit: float | None, rows: _Rows) -> dict[str, Any]:
+    return {
+        "LAYOUT": layout,
+        "GATE_FIRST": gate_first,
+        "HAS_BETA": beta != 0,
+        "HAS_LIMIT": limit is not None,
+        "ALIGNMENT": rows.unit,
+    }
 
 
 def _options(config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
@@ -390,7 +387,7 @@ def _backward_plan(
             *_scalars(alpha, beta, limit),
         ),
         {
-            **_constexprs(layout, gate_first, limit, rows),
+            **_constexprs(layout, gate_first, beta, limit, rows),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "STAGES": config.stages,

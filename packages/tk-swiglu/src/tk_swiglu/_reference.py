@@ -41,7 +41,7 @@ def swiglu_torch(
     g, u = _summands(gate, up, bias_gate, bias_up)
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    return (g * torch.sigmoid(alpha * g) * (u + beta)).to(gate.dtype)
+    return (g * torch.sigmoid(alpha * g) * _plus(u, beta)).to(gate.dtype)
 
 
 def swiglu_packed_torch(
@@ -98,6 +98,11 @@ def _pack(gate: torch.Tensor, up: torch.Tensor, layout: str, gate_first: bool) -
     return torch.cat(pair, -1) if layout == "concat" else torch.stack(pair, -1).flatten(-2)
 
 
+def _plus(u: torch.Tensor, beta: float) -> torch.Tensor:
+    # Adding 0 would turn -0 into 0.
+    return u + beta if beta else u
+
+
 def _summands(gate: torch.Tensor, up: torch.Tensor, bias_gate: Any, bias_up: Any) -> tuple[torch.Tensor, torch.Tensor]:
     compute = _compute_dtype(gate)
     g, u = gate.to(compute), up.to(compute)
@@ -147,7 +152,7 @@ def swiglu_backward_torch(
     x = alpha * g
     x = torch.where(g.isfinite(), x.clamp(-200.0, 200.0), x)
     s = torch.sigmoid(x)
-    dg = dy.to(g.dtype) * (u + beta) * s * (1 + x * torch.sigmoid(-x))
+    dg = dy.to(g.dtype) * _plus(u, beta) * s * (1 + x * torch.sigmoid(-x))
     du = dy.to(g.dtype) * g * s
     if limit is not None:
         dg = torch.where(raw_g <= limit, dg, 0.0)

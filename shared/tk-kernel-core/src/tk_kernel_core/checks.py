@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -56,7 +57,8 @@ def check_number(name: str, value: object, *, minimum: float = -math.inf) -> flo
         number = float(value)
     except OverflowError:
         number = math.inf if value > 0 else -math.inf
-    if not math.isfinite(number) or number < minimum:
+    # Comparisons, which torch.compile traces where the number is an input of the graph; NaN fails them.
+    if not max(minimum, -sys.float_info.max) <= number <= sys.float_info.max:
         wanted = "finite" if minimum == -math.inf else f"finite and at least {minimum:g}"
         raise ValueError(f"{name} must be {wanted}, got {number:g}")
     return number

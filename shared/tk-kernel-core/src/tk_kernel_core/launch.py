@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import operator
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -69,6 +70,12 @@ class Kernel:
             prepare_interpreter()
         function: JITFunction = getattr(importlib.import_module(self.module), self.name)
         return function
+
+    @property
+    def constexpr_names(self) -> tuple[str, ...]:
+        """The compile-time parameters, in order, those with a default included."""
+        parameters = inspect.signature(self.function.fn).parameters.values()
+        return tuple(parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +258,9 @@ class PreparedLaunch:
         ]
         names = self._kernel.function.arg_names
         values = (*described, *self._absent(len(described)), *self._rest)
-        if tuple(names[len(names) - len(self._constexprs) :]) != tuple(self._constexprs) or len(names) != len(values):
+        constexprs = self._kernel.constexpr_names
+        last = tuple(names[len(names) - len(constexprs) :])
+        if not last == constexprs == tuple(self._constexprs) or len(names) != len(values):
             raise TypeError(f"{self._kernel} takes {names}, was prepared with constexprs {list(self._constexprs)}")
         return KernelLaunch(
             self._kernel.module,

@@ -146,8 +146,9 @@ def _bytes_in(inputs: Inputs) -> int:
     sizes: dict[int, tuple[int, int]] = {}
     for tensor in _tensors(inputs):
         memory = tensor.untyped_storage()
-        reached = sizes.get(memory.data_ptr(), (0, 0))[0] + tensor.numel() * tensor.element_size()
-        sizes[memory.data_ptr()] = reached, memory.nbytes()
+        # Not its address, which meta tensors lack.
+        reached = sizes.get(memory._cdata, (0, 0))[0] + tensor.numel() * tensor.element_size()
+        sizes[memory._cdata] = reached, memory.nbytes()
     return sum(min(size) for size in sizes.values())
 
 
