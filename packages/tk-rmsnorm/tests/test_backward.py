@@ -222,7 +222,22 @@ def test_in_place_writes_are_seen_by_autograd(device: str) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     with torch.inference_mode():
-        fused_add_rmsnorm_(torch.ones(4, 64, device=device), torch.ones(4, 64, device=device))
+        x, residual = torch.ones(2, 4, 64, device=device)
+        fused_add_rmsnorm_(x, residual)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="must not be inference tensors outside of inference mode"):
+        fused_add_rmsnorm_(x, residual)
+
+
+def test_the_backward_operator_checks_what_it_is_given() -> None:
+    x, weight = torch.ones(4, 8), torch.ones(8)
+    numbers = (1e-6, 0.0, "fp32", True)
+    for dy, dsum, error, message in (
+        (x[:3], None, ValueError, r"dy must have shape \(4, 8\), got \(3, 8\)"),
+        (x, x[:, :4], ValueError, r"dsum must have shape \(4, 8\), got \(4, 4\)"),
+        (x.int(), None, TypeError, "dy must have dtype float16, bfloat16, float32, got int32"),
+    ):
+        with pytest.raises(error, match=message):
+            torch.ops.tk_rmsnorm.rmsnorm_backward(dy, dsum, x, weight, *numbers)
 
 
 def test_operators_without_a_derivative_refuse_gradients(device: str) -> None:

@@ -118,6 +118,11 @@ FORMS = {
         ({"beta": [0.0]}, TypeError, "beta must be a number, got list"),
         ({"beta": float("-inf")}, ValueError, "beta must be finite, got -inf"),
         ({"beta": 10**400}, ValueError, "beta must be finite, got inf"),
+        # Kernels have their numbers in fp32.
+        ({"alpha": 1e39}, ValueError, "alpha must be within the range of float32, got 1e+39"),
+        ({"alpha": -3e38}, ValueError, "alpha must lie between -2e38 and 2e38, got -3e+38"),
+        ({"beta": -1e39}, ValueError, "beta must be within the range of float32, got -1e+39"),
+        ({"limit": 1e39}, ValueError, "limit must be None or a positive finite number, got 1e+39"),
         ({"limit": 0}, ValueError, "limit must be None or a positive finite number, got 0"),
         ({"limit": -7.0}, ValueError, "limit must be None or a positive finite number, got -7"),
         ({"limit": float("inf")}, ValueError, "limit must be None or a positive finite number, got inf"),

@@ -10,7 +10,7 @@ from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import Tolerance
 from tk_swiglu import _plans, swiglu_fused, swiglu_packed, swiglu_packed_torch, swiglu_torch, swiglu_with_bias
 from tk_swiglu._launch import backward_config
-from tk_swiglu._plans import swiglu_backward
+from tk_swiglu._operators import swiglu_backward
 from tk_testkit.close import assert_close
 from tk_testkit.strategies import assert_guards_intact, guarded_view
 

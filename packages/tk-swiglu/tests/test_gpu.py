@@ -9,7 +9,7 @@ import torch
 
 from tk_kernel_core import launch
 from tk_swiglu import swiglu_fused, swiglu_packed, swiglu_torch, swiglu_with_bias
-from tk_swiglu._plans import swiglu_backward
+from tk_swiglu._operators import swiglu_backward
 
 pytestmark = pytest.mark.gpu
 

@@ -286,15 +286,6 @@ def test_projections_are_never_run_and_nothing_is_touched() -> None:
     assert all(parameter.is_meta for parameter in ours.parameters())
 
 
-def test_the_context_of_the_caller_does_not_matter() -> None:
-    for context in (torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
-        model = torch.nn.Sequential(GatedMLP(), PackedMLP(gate=1))
-        with context:
-            assert replace_swiglu(model) == ["0", "1"]
-        assert model[1].order == "up_first"
-        assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_shared_modules_and_weights_stay_shared() -> None:
     shared, tied = GatedMLP(), GatedMLP()
     tied.up_proj.weight = shared.gate_proj.weight

@@ -295,6 +295,17 @@ def test_autograd_sees_the_write(device: str) -> None:
         out = torch.empty(4, 64, device=device)
         swiglu_fused(torch.ones(4, 64, device=device), torch.ones(4, 64, device=device), out=out)
         swiglu_fused(out, up, out=out)
+    with pytest.raises(RuntimeError, match="out is an inference tensor and must not be written outside"):
+        swiglu_fused(up, up, out=out)
+
+
+def test_in_place_means_the_same_dtype_too(device: str) -> None:
+    gate = torch.randn(4, 64, dtype=torch.float16, device=device)
+    up = torch.randn(4, 64, device=device)
+    # The halves of up's memory, of which out is the first: the same places only at first sight.
+    out = up.view(torch.float16)[:, :64]
+    with pytest.raises(ValueError, match="out must not share memory with up"):
+        swiglu_fused(gate, up, out=out)
 
 
 def test_gradients_and_out_exclude_each_other(device: str) -> None:

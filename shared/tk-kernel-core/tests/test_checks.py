@@ -101,6 +101,14 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
         check_number("eps", value)
 
 
+@pytest.mark.parametrize(("value", "came"), [(1e39, "1e+39"), (-1e300, "-1e+300"), (10**39, "1e+39")])
+def test_what_float32_cannot_hold_is_refused(value: float, came: str) -> None:
+    with pytest.raises(ValueError, match=rf"^eps must be within the range of float32, got {re.escape(came)}$"):
+        check_number("eps", value)
+    largest = torch.finfo(torch.float32).max
+    assert check_number("eps", largest) == largest
+
+
 @pytest.mark.parametrize(("value", "came"), [(-1, "-1"), (-1e-9, "-1e-09"), (math.nan, "nan"), (math.inf, "inf")])
 def test_a_number_below_the_minimum_is_refused(value: float, came: str) -> None:
     with pytest.raises(ValueError, match=f"^eps must be finite and at least 0, got {came}$"):
@@ -153,13 +161,13 @@ def test_expanded_tensors_cannot_be_written(make: Callable[[torch.Tensor], torch
 @given(value=st.one_of(st.integers(), st.floats()), minimum=st.one_of(st.just(-math.inf), st.floats(-10, 10)))
 def test_exactly_finite_numbers_from_the_minimum_on_are_taken(value: float, minimum: float) -> None:
     try:
-        is_fine = math.isfinite(float(value)) and float(value) >= minimum
+        is_fine = abs(float(value)) <= torch.finfo(torch.float32).max and float(value) >= minimum
     except OverflowError:
         is_fine = False
     if is_fine:
         assert check_number("eps", value, minimum=minimum) == float(value)
     else:
-        with pytest.raises(ValueError, match="eps must be finite"):
+        with pytest.raises(ValueError, match=r"eps must be (finite|within the range of float32)"):
             check_number("eps", value, minimum=minimum)
 
 

@@ -202,6 +202,34 @@ def test_buffers_of_its_own_would_be_lost(persistent: bool) -> None:
         check_replaceable(module)
 
 
+@pytest.mark.parametrize("name", ["__call__", "get_extra_state", "_save_to_state_dict", "_load_from_state_dict"])
+def test_ways_of_its_own_would_be_lost(name: str) -> None:
+    kind = type("Odd", (Old,), {name: lambda self, *arguments, **keywords: None})
+    with pytest.raises(ValueError, match=f"module must not override {name}, which would be lost, Odd does"):
+        check_replaceable(kind())
+
+
+def test_compiling_of_its_own_would_be_lost() -> None:
+    module = Old()
+    module.compile(backend="eager")
+    with pytest.raises(ValueError, match="module must not be compiled, which would be lost, Old is"):
+        check_replaceable(module)
+
+
+def test_what_is_compiled_as_a_whole_stays() -> None:
+    model = nn.Sequential(torch.compile(Old(), backend="eager"))
+    with pytest.warns(UserWarning, match=r"0\._orig_mod was not replaced: it is compiled"):
+        assert replace_modules(model, lambda module: isinstance(module, Old), lambda _: New()) == []
+
+
+def test_what_lies_inside_a_replaced_module_is_gone_with_it() -> None:
+    outer = Old()
+    outer.inner = nn.Sequential(Old())
+    model = nn.Sequential(outer, Old())
+    assert replace_modules(model, lambda module: isinstance(module, Old), lambda _: nn.ReLU()) == ["0", "1"]
+    assert list(dict(model.named_modules())) == ["", "0", "1"]
+
+
 def test_parameters_and_what_children_have_are_kept_elsewhere() -> None:
     module = Block(inner=nn.BatchNorm1d(2), linear=nn.Linear(2, 2))
     module.inner.register_forward_hook(hook)

@@ -31,11 +31,13 @@ def _load_sum(x_ptr, residual_ptr, offsets, mask, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def _load_scale(weight_ptr, weight_offset, columns, mask):
+def _load_scale(weight_ptr, weight_offset, columns, mask, HAS_OFFSET: tl.constexpr):
     if weight_ptr is None:
         return tl.full(columns.shape, 1.0, tl.float32)
-    else:
+    elif HAS_OFFSET:
         return _load(weight_ptr + columns, mask, "evict_last") + weight_offset
+    else:
+        return _load(weight_ptr + columns, mask, "evict_last")
 
 
 @triton.jit
@@ -66,6 +68,7 @@ def rmsnorm_forward_kernel(
     weight_offset,
     HIDDEN_SIZE: tl.constexpr,
     CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -93,7 +96,7 @@ def rmsnorm_forward_kernel(
         mask = row_mask & (columns < HIDDEN_SIZE)
         value = _load_sum(x_ptr, residual_ptr, columns, mask, "evict_last")
         # Before the reduction, so that the two loads wait together.
-        scale = _load_scale(weight_ptr, weight_offset, columns, columns < HIDDEN_SIZE)
+        scale = _load_scale(weight_ptr, weight_offset, columns, columns < HIDDEN_SIZE, HAS_OFFSET)
         if sum_ptr is not None:
             tl.store(sum_ptr + columns, value.to(sum_ptr.dtype.element_ty), mask=mask)
         mean_square = tl.sum(value * value, axis=1, keep_dims=True) / HIDDEN_SIZE  # [BLOCK_M, 1]
@@ -115,7 +118,7 @@ def rmsnorm_forward_kernel(
             value = _load_sum(x_ptr, residual_ptr, offsets, mask, "evict_first")
             if sum_ptr is not None:
                 tl.store(sum_ptr + offsets, value.to(sum_ptr.dtype.element_ty), mask=mask)
-            scale = _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE)
+            scale = _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE, HAS_OFFSET)
             normed = _round_through(value * rstd, dtype, CAST_FIRST)
             tl.store(y_ptr + offsets, (normed * scale).to(dtype), mask=mask)
 
@@ -140,6 +143,7 @@ def rmsnorm_backward_kernel(
     weight_offset,
     HIDDEN_SIZE: tl.constexpr,
     CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -160,11 +164,12 @@ def rmsnorm_backward_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if HIDDEN_SIZE <= BLOCK_N:
-        scale = _load_scale(weight_ptr, weight_offset, columns, columns < HIDDEN_SIZE)
+        scale = _load_scale(weight_ptr, weight_offset, columns, columns < HIDDEN_SIZE, HAS_OFFSET)
 
-    first_row = tl.program_id(0).to(n_rows.dtype) * BLOCK_M
-    # In stages: the next rows are on their way from memory while these are worked on.
-    for first in tl.range(first_row, n_rows, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+    # In 64 bits, because the step beyond the last row may not fit 32. In stages: the next rows are on their way
+    # from memory while these are worked on.
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_M
+    for first in tl.range(first_row, n_rows.to(tl.int64), tl.num_programs(0).to(tl.int64) * BLOCK_M, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_M)
         row_mask = (rows < n_rows)[:, None]  # [BLOCK_M, 1]
         x_rows = x_ptr + _row_offsets(rows, n_inner, stride_x_outer, stride_x_inner, ALIGNMENT)
@@ -196,7 +201,7 @@ def rmsnorm_backward_kernel(
                 x = _load(x_rows + offsets, mask, "evict_last")
                 dy = _load(dy_rows + offsets, mask, "evict_last")
                 squares += x * x
-                products += x * dy * _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE)
+                products += x * dy * _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE, HAS_OFFSET)
             rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / HIDDEN_SIZE + eps)
             projection = rstd * tl.sum(products, axis=1, keep_dims=True) / HIDDEN_SIZE
             for start in tl.range(0, HIDDEN_SIZE, BLOCK_N, num_stages=STAGES):
@@ -205,7 +210,7 @@ def rmsnorm_backward_kernel(
                 column_mask = offsets < HIDDEN_SIZE
                 normed = _load(x_rows + offsets, mask, "evict_first") * rstd
                 dy = _load(dy_rows + offsets, mask, "evict_first")
-                dyw = dy * _load_scale(weight_ptr, weight_offset, offsets, column_mask)
+                dyw = dy * _load_scale(weight_ptr, weight_offset, offsets, column_mask, HAS_OFFSET)
                 dx = rstd * (dyw - normed * projection)
                 if dsum_ptr is not None:
                     dx += _load(dsum_rows + offsets, mask, "evict_first")

@@ -156,6 +156,7 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
         {
             "HIDDEN_SIZE": x.shape[-1],
             "CAST_FIRST": casting == "llama",
+            "HAS_OFFSET": weight_offset != 0,
             "ALIGNMENT": unit,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -193,6 +194,10 @@ def _in_place(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
     may_share = overlap_check(x, residual)
 
     def checked(x: Any, residual: Any, weight: Any) -> Any:
+        if not torch.is_inference_mode_enabled() and (x.is_inference() or residual.is_inference()):
+            raise RuntimeError(
+                "x and residual must not be inference tensors outside of inference mode: they are written"
+            )
         if may_share(residual.data_ptr() - x.data_ptr()):
             raise ValueError("x and residual are both written in place and must not share memory")
         plan(x, residual, weight)
@@ -259,6 +264,12 @@ def rmsnorm_backward(
 def _backward_plan(
     dy: Any, dsum: Any, x: Any, weight: Any, eps: float, weight_offset: float, casting: str, wants_dweight: bool
 ) -> BackwardPlan:
+    check_arguments(x, None, weight, eps, weight_offset, casting, "norm")
+    for name, tensor in (("dy", dy), ("dsum", dsum)):
+        if tensor is not None:
+            check_tensor(name, tensor)
+            check_shape(name, tensor, x.shape)
+            check_same_device(name, tensor, x.device, "x")
     if x.numel() == 0 or backend_of("x", x) == "reference":
 
         def by_reference(dy: Any, dsum: Any, x: Any, weight: Any) -> Any:
@@ -288,6 +299,7 @@ def _backward_plan(
         {
             "HIDDEN_SIZE": hidden_size,
             "CAST_FIRST": casting == "llama",
+            "HAS_OFFSET": weight_offset != 0,
             "ALIGNMENT": unit,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,

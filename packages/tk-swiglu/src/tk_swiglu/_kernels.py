@@ -103,8 +103,11 @@ def _places(first, n_elements, WIDTH: tl.constexpr, SIZE: tl.constexpr):
         return tl.zeros([1, SIZE], tl.int64), first + offsets, mask
     else:
         row = first // WIDTH
-        # In 32 bits from the start of the tile's first row: division is slow.
-        offsets += (first - row * WIDTH).to(tl.int32)
+        start = first - row * WIDTH
+        # From the start of the tile's first row on, 32 bits mostly do: division is slow.
+        if WIDTH + SIZE < 2**31:
+            start = start.to(tl.int32)
+        offsets += start
         return row + offsets // WIDTH, offsets % WIDTH, mask
 
 
@@ -227,9 +230,10 @@ def swiglu_backward_kernel(
         bias_up_ptrs = _up_pointers(bias_ptrs, bias_up_ptr, columns, width, LAYOUT)
         bias_gate, bias_up = _load_halves(bias_ptrs, bias_up_ptrs, column_mask, LAYOUT, GATE_FIRST)
 
-    first_row = row_program.to(n_rows.dtype) * BLOCK_M
-    # In stages: the next rows are on their way from memory while these are worked on.
-    for first in tl.range(first_row, n_rows, n_row_programs * BLOCK_M, num_stages=STAGES):
+    # In 64 bits, because the step beyond the last row may not fit 32. In stages: the next rows are on their way
+    # from memory while these are worked on.
+    first_row = row_program.to(tl.int64) * BLOCK_M
+    for first in tl.range(first_row, n_rows.to(tl.int64), n_row_programs.to(tl.int64) * BLOCK_M, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
         row_mask = rows < n_rows
         gate_ptrs = gate_ptr + _row_offsets(rows, n_inner, stride_gate_outer, stride_gate_inner, ALIGNMENT) + columns

@@ -196,15 +196,17 @@ def _order_of(module: torch.nn.Module, *, training: bool) -> Order:
     """Run a module between stubs; return the order in which it takes gate and up, if it computes a SwiGLU."""
     names, kind = _projections_of(module), type(module).__name__ + (" when training" if training else "")
     # The first dimension is not 2, so that a module that unpacks a pair fails.
-    x, y, first, second = torch.randn(4, 3, 16, 32, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    kind_of_numbers: Any = {"dtype": torch.float32, "device": "cpu"}
+    generator = torch.Generator("cpu").manual_seed(0)
+    x, y, first, second = torch.randn(4, 3, 16, 32, generator=generator, **kind_of_numbers)
     # Small values tell activations apart, large ones show clamps. Each size of one meets each of the other.
-    sizes = torch.tensor([0.5, 4.0, 20.0, 1e12], device="cpu")
+    sizes = torch.tensor([0.5, 4.0, 20.0, 1e12], **kind_of_numbers)
     first, second = first * sizes.repeat(4).view(16, 1), second * sizes.repeat_interleave(4).view(16, 1)
     results = (torch.cat((first, second), -1), y) if names == _PACKED else (first, second, y)
     # Clones, because the module may work in place.
     stubs = {name: _Stub(result.clone()) for name, result in zip(names, results, strict=True)}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
             result: Any = type(module).forward(_bare_copy(module, training, stubs), x.clone())
     except Exception as error:
         raise ValueError(f"module must compute a SwiGLU between its projections, {kind} raised {error!r}") from error

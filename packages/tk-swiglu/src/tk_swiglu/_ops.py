@@ -9,6 +9,7 @@ import torch
 from tk_kernel_core.checks import check_choice, check_tensor
 from tk_kernel_core.registration import takes_operator
 from tk_swiglu import _operators, _plans
+from tk_swiglu._plans import Form
 
 Layout = Literal["concat", "interleaved"]
 Order = Literal["gate_first", "up_first"]
@@ -51,7 +52,7 @@ def swiglu_fused(
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020; the clamps and the slope are those of gpt-oss.
     """
-    return _swiglu(gate, up, None, None, "separate", True, alpha, beta, limit, out)
+    return _swiglu(gate, up, None, None, Form("separate", True, alpha, beta, limit), out)
 
 
 def swiglu_with_bias(
@@ -88,7 +89,7 @@ def swiglu_with_bias(
     # Further down None stands for no bias.
     check_tensor("bias_gate", bias_gate)
     check_tensor("bias_up", bias_up)
-    return _swiglu(gate, up, bias_gate, bias_up, "separate", True, alpha, beta, limit, out)
+    return _swiglu(gate, up, bias_gate, bias_up, Form("separate", True, alpha, beta, limit), out)
 
 
 def swiglu_packed(
@@ -125,32 +126,18 @@ def swiglu_packed(
     """
     check_choice("layout", layout, ("concat", "interleaved"))
     check_choice("order", order, ("gate_first", "up_first"))
-    return _swiglu(x, None, bias, None, layout, order == "gate_first", alpha, beta, limit, out)
+    return _swiglu(x, None, bias, None, Form(layout, order == "gate_first", alpha, beta, limit), out)
 
 
-def _swiglu(
-    gate: Any,
-    up: Any,
-    bias: Any,
-    bias_up: Any,
-    layout: str,
-    gate_first: bool,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    out: Any,
-) -> torch.Tensor:
+def _swiglu(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> torch.Tensor:
     if not takes_operator(gate, up, bias, bias_up, out):
-        return _plans.forward(gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit, out)
+        return _plans.forward(gate, up, bias, bias_up, form, out)
     if out is not None or not torch.compiler.is_compiling():
         # Before the dispatcher words the error; while compiling, the fake implementation checks.
-        _plans.check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit, out)
-    tensors = (gate, up, bias, bias_up, out)
-    if (
-        out is not None
-        and torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in tensors if tensor is not None)
-    ):
-        raise RuntimeError("out cannot be combined with gradients: call without it, or under torch.no_grad()")
-    result: torch.Tensor = _operators.swiglu(gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit)
+        _plans.check_arguments(gate, up, bias, bias_up, form, out)
+    if out is not None and torch.is_grad_enabled():
+        tensors = [tensor for tensor in (gate, up, bias, bias_up, out) if tensor is not None]
+        if any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError("out cannot be combined with gradients: call without it, or under torch.no_grad()")
+    result: torch.Tensor = _operators.swiglu(gate, up, bias, bias_up, *form)
     return result if out is None else out.copy_(result)

@@ -9,14 +9,20 @@ their biases; with `concat` and `interleaved`, `gate` and `bias` hold both halve
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tk_kernel_core.checks import check_number, check_same_device, check_shape, check_tensor, check_writable
+from tk_kernel_core.checks import (
+    check_choice,
+    check_number,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    check_writable,
+)
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import RowLayout, aligned_strides, overlap_check, row_layout
@@ -27,6 +33,17 @@ from tk_swiglu._reference import swiglu_backward_torch, swiglu_torch, unpacked
 _FORWARD = Kernel("tk_swiglu._kernels", "swiglu_forward_kernel")
 _BACKWARD = Kernel("tk_swiglu._kernels", "swiglu_backward_kernel")
 
+
+class Form(NamedTuple):
+    """Everything about a call but its tensors; see `swiglu_fused` and `swiglu_packed` for the numbers."""
+
+    layout: str
+    gate_first: bool
+    alpha: float
+    beta: float
+    limit: float | None
+
+
 Plan = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 _PLANS: PlanCache[Plan] = PlanCache()
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,11 +51,10 @@ BackwardPlan = Callable[[Any, Any, Any, Any, Any], Gradients]
 _BACKWARD_PLANS: PlanCache[BackwardPlan] = PlanCache()
 
 
-def check_arguments(
-    gate: Any, up: Any, bias: Any, bias_up: Any, layout: str, alpha: Any, beta: Any, limit: Any, out: Any = None
-) -> None:
+def check_arguments(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any = None) -> None:
     """Raise TypeError or ValueError for arguments that no call takes."""
-    separate = layout == "separate"
+    check_choice("layout", form.layout, ("separate", "concat", "interleaved"))
+    separate = form.layout == "separate"
     name = "gate" if separate else "x"
     check_tensor(name, gate)
     if gate.dim() == 0:
@@ -47,6 +63,8 @@ def check_arguments(
         check_tensor("up", up)
         check_shape("up", up, gate.shape)
         check_same_device("up", up, gate.device, "gate")
+    elif up is not None or bias_up is not None:
+        raise ValueError("up and bias_up must be None where x holds both halves")
     elif gate.shape[-1] % 2:
         raise ValueError(f"x must have an even last dimension, got shape {tuple(gate.shape)}")
     if separate and (bias is None) != (bias_up is None):
@@ -57,10 +75,10 @@ def check_arguments(
             check_tensor(bias_name, value)
             check_shape(bias_name, value, gate.shape[-1:])
             check_same_device(bias_name, value, gate.device, name)
-    check_numbers(alpha, beta, limit)
+    check_numbers(form.alpha, form.beta, form.limit)
     if out is not None:
         check_tensor("out", out, (gate.dtype,))
-        check_shape("out", out, result_shape(gate, layout))
+        check_shape("out", out, result_shape(gate, form.layout))
         check_same_device("out", out, gate.device, name)
         if not torch.compiler.is_compiling():
             # Compiled, the result is copied into out, and the copy looks for itself.
@@ -69,13 +87,15 @@ def check_arguments(
 
 def check_numbers(alpha: Any, beta: Any, limit: Any) -> None:
     """Raise TypeError or ValueError for numbers that no call takes."""
-    check_number("alpha", alpha)
+    # The kernel multiplies it by the binary logarithm of e.
+    if abs(check_number("alpha", alpha)) > 2e38:
+        raise ValueError(f"alpha must lie between -2e38 and 2e38, got {alpha:g}")
     check_number("beta", beta)
     if limit is not None:
         if isinstance(limit, bool) or not isinstance(limit, (int, float)):
             raise TypeError(f"limit must be None or a number, got {type(limit).__name__}")
-        # An int may be too large to be a float.
-        if not 0 < limit <= sys.float_info.max:
+        # In fp32, as the kernel has it; an int may be too large even for a float.
+        if not 0 < limit <= torch.finfo(torch.float32).max:
             raise ValueError(f"limit must be None or a positive finite number, got {limit}")
 
 
@@ -84,18 +104,7 @@ def result_shape(gate: torch.Tensor, layout: str) -> tuple[int, ...]:
     return tuple(gate.shape) if layout == "separate" else (*gate.shape[:-1], gate.shape[-1] // 2)
 
 
-def forward(
-    gate: Any,
-    up: Any,
-    bias: Any,
-    bias_up: Any,
-    layout: str,
-    gate_first: bool,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    out: Any = None,
-) -> torch.Tensor:
+def forward(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any = None) -> torch.Tensor:
     try:
         # What decides the plan, asked for in the cheapest way.
         key = (
@@ -104,11 +113,7 @@ def forward(
             gate.dtype,
             gate.device,
             up is not None and (up.shape, up.is_contiguous() or up.stride(), up.dtype, up.device),
-            layout,
-            gate_first,
-            alpha,
-            beta,
-            limit,
+            form,
             bias is not None and (bias.shape, bias.stride(), bias.dtype, bias.device),
             bias_up is not None and (bias_up.shape, bias_up.stride(), bias_up.dtype, bias_up.device),
             out is not None and (out.shape, out.stride(), out.dtype, out.device),
@@ -116,57 +121,46 @@ def forward(
         plan = _PLANS.get(key)
     except (AttributeError, TypeError):
         # Some argument is not what it should be; the check says which.
-        check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit, out)
+        check_arguments(gate, up, bias, bias_up, form, out)
         raise
     if plan is None:
-        check_arguments(gate, up, bias, bias_up, layout, alpha, beta, limit, out)
-        plan = _plan(gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit, out)
+        check_arguments(gate, up, bias, bias_up, form, out)
+        plan = _plan(gate, up, bias, bias_up, form, out)
         if out is not None and not out.is_meta:
-            plan = _into(plan, gate, up, bias, bias_up, layout, gate_first, out)
+            plan = _into(plan, gate, up, bias, bias_up, form, out)
         _PLANS.remember(key, plan, gate.device)
     return plan(gate, up, bias, bias_up, out)
 
 
-def _plan(
-    gate: Any,
-    up: Any,
-    bias: Any,
-    bias_up: Any,
-    layout: str,
-    gate_first: bool,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    out: Any,
-) -> Plan:
-    shape = result_shape(gate, layout)
-    if gate.numel() == 0 or backend_of("gate" if layout == "separate" else "x", gate) == "reference":
+def _plan(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> Plan:
+    shape = result_shape(gate, form.layout)
+    if gate.numel() == 0 or backend_of("gate" if form.layout == "separate" else "x", gate) == "reference":
 
         def by_reference(gate: Any, up: Any, bias: Any, bias_up: Any, out: Any) -> torch.Tensor:
-            parts = unpacked(gate, up, bias, bias_up, layout, gate_first)
-            return _deliver(swiglu_torch(*parts, alpha=alpha, beta=beta, limit=limit), out)
+            parts = unpacked(gate, up, bias, bias_up, form.layout, form.gate_first)
+            return _deliver(swiglu_torch(*parts, alpha=form.alpha, beta=form.beta, limit=form.limit), out)
 
         return by_reference
 
     dense = torch.empty(shape, device="meta").stride()
-    rows = _rows(gate, up, bias, layout, dense if out is None else out.stride())
+    rows = _rows(gate, up, bias, form.layout, dense if out is None else out.stride())
     if rows is None or not all(tensor is None or tensor.is_contiguous() for tensor in (bias, bias_up)):
 
         def on_copies(gate: Any, up: Any, bias: Any, bias_up: Any, out: Any) -> torch.Tensor:
             gate, up, bias, bias_up = _contiguous(gate, up, bias, bias_up)
-            return _deliver(forward(gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit), out)
+            return _deliver(forward(gate, up, bias, bias_up, form), out)
 
         return on_copies
 
     n_elements = rows.n_rows * rows.width
-    config = forward_config(n_elements, layout, launch_target(gate.device))
+    config = forward_config(n_elements, form.layout, launch_target(gate.device))
     launch = PreparedLaunch(
         _FORWARD,
         (-(-n_elements // config.block), 1, 1),
-        (n_elements // rows.unit, rows.n_inner, *rows.strides, *_scalars(alpha, beta, limit)),
+        (n_elements // rows.unit, rows.n_inner, *rows.strides, *_scalars(form)),
         {
             "WIDTH": 0 if rows.is_flat else rows.width,
-            **_constexprs(layout, gate_first, beta, limit, rows),
+            **_constexprs(form, rows),
             "BLOCK": config.block,
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
@@ -212,11 +206,13 @@ class _Rows:
 
 def _rows(gate: Any, up: Any, bias: Any, layout: str, result_strides: tuple[int, ...]) -> _Rows | None:
     """Find the rows of a tensor shaped like the result, of gate and of up; None where one must be copied first."""
-    strides = result_strides, gate.stride(), (gate if up is None else up).stride()
-    rows = row_layout(gate.shape, *strides)
+    width = result_shape(gate, layout)[-1]
+    if width == 1:
+        # Its stride says nothing, but gate may have two columns, whose stride does.
+        result_strides = (*result_strides[:-1], 1)
+    rows = row_layout(gate.shape, result_strides, gate.stride(), (gate if up is None else up).stride())
     if rows is None:
         return None
-    width = result_shape(gate, layout)[-1]
     # Where nothing tells one row from the next, one row holds them all.
     dense = (width, 0), (gate.shape[-1], 0), (gate.shape[-1], 0)
     is_flat = bias is None and layout != "concat" and (rows.n_rows == 1 or rows.strides == dense)
@@ -226,16 +222,16 @@ def _rows(gate: Any, up: Any, bias: Any, layout: str, result_strides: tuple[int,
     return _Rows(rows.n_rows, rows.n_inner, width, *aligned_strides(width, rows), is_flat)
 
 
-def _scalars(alpha: float, beta: float, limit: float | None) -> tuple[float, float, float]:
-    return float(alpha), float(beta), 0.0 if limit is None else float(limit)
+def _scalars(form: Form) -> tuple[float, float, float]:
+    return float(form.alpha), float(form.beta), 0.0 if form.limit is None else float(form.limit)
 
 
-def _constexprs(layout: str, gate_first: bool, beta: float, limit: float | None, rows: _Rows) -> dict[str, Any]:
+def _constexprs(form: Form, rows: _Rows) -> dict[str, Any]:
     return {
-        "LAYOUT": layout,
-        "GATE_FIRST": gate_first,
-        "HAS_BETA": beta != 0,
-        "HAS_LIMIT": limit is not None,
+        "LAYOUT": form.layout,
+        "GATE_FIRST": form.gate_first,
+        "HAS_BETA": form.beta != 0,
+        "HAS_LIMIT": form.limit is not None,
         "ALIGNMENT": rows.unit,
     }
 
@@ -255,21 +251,22 @@ def _deliver(result: torch.Tensor, out: Any) -> torch.Tensor:
     return delivered
 
 
-def _into(
-    plan: Plan, gate: Any, up: Any, bias: Any, bias_up: Any, layout: str, gate_first: bool, out: torch.Tensor
-) -> Plan:
+def _into(plan: Plan, gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: torch.Tensor) -> Plan:
     """Add to a plan that writes into `out` what the addresses decide, and what autograd must know of the write."""
-    names = ("gate", "up", "bias_gate", "bias_up") if layout == "separate" else ("x", "x", "bias", "bias")
-    owners = (0, 1, 2, 3) if layout == "separate" else (0, 0, 2, 2)
+    separate = form.layout == "separate"
+    names = ("gate", "up", "bias_gate", "bias_up") if separate else ("x", "x", "bias", "bias")
+    owners = (0, 1, 2, 3) if separate else (0, 0, 2, 2)
     arguments = gate, up, bias, bias_up
     checks = []
-    for part, name, owner in zip(unpacked(*arguments, layout, gate_first), names, owners, strict=True):
+    for part, name, owner in zip(unpacked(*arguments, form.layout, form.gate_first), names, owners, strict=True):
         if part is not None:
             start = part.data_ptr() - arguments[owner].data_ptr()
             places = part.expand(out.shape)
             checks.append((name, owner, start, overlap_check(places, out), _same_places(places, out)))
 
     def checked(gate: Any, up: Any, bias: Any, bias_up: Any, out: Any) -> torch.Tensor:
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError("out is an inference tensor and must not be written outside of inference mode")
         arguments = gate, up, bias, bias_up
         for name, owner, start, may_share, same in checks:
             distance = out.data_ptr() - arguments[owner].data_ptr() - start
@@ -290,19 +287,7 @@ def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and all(one == other for size, one, other in strides if size > 1)
 
 
-def swiglu_backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    bias_up: torch.Tensor | None,
-    layout: str,
-    gate_first: bool,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    wants_bias: bool,
-) -> Gradients:
+def swiglu_backward(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, wants_bias: bool) -> Gradients:
     """Return the gradients of `forward`.
 
     Args:
@@ -311,11 +296,7 @@ def swiglu_backward(
         up: As in the forward call.
         bias: As in the forward call.
         bias_up: As in the forward call.
-        layout: As in the forward call.
-        gate_first: As in the forward call.
-        alpha: As in the forward call.
-        beta: As in the forward call.
-        limit: As in the forward call.
+        form: As in the forward call.
         wants_bias: Whether gradients of the biases are wanted.
 
     Returns:
@@ -327,48 +308,36 @@ def swiglu_backward(
         *((tensor.stride(), tensor.dtype) for tensor in (dy, gate)),
         *(None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in (up, bias, bias_up)),
         gate.device,
-        layout,
-        gate_first,
-        alpha,
-        beta,
-        limit,
+        form,
         wants_bias,
     )
     plan = _BACKWARD_PLANS.get(key)
     if plan is None:
-        plan = _backward_plan(dy, gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit, wants_bias)
+        plan = _backward_plan(dy, gate, up, bias, bias_up, form, wants_bias)
         _BACKWARD_PLANS.remember(key, plan, gate.device)
     return plan(dy, gate, up, bias, bias_up)
 
 
-def _backward_plan(
-    dy: Any,
-    gate: Any,
-    up: Any,
-    bias: Any,
-    bias_up: Any,
-    layout: str,
-    gate_first: bool,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    wants_bias: bool,
-) -> BackwardPlan:
+def _backward_plan(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, wants_bias: bool) -> BackwardPlan:
+    check_arguments(gate, up, bias, bias_up, form)
+    check_tensor("dy", dy)
+    check_shape("dy", dy, result_shape(gate, form.layout))
+    check_same_device("dy", dy, gate.device, "gate")
     wants_bias = wants_bias and bias is not None
     if gate.numel() == 0 or backend_of("gate", gate) == "reference":
 
         def by_reference(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any) -> Gradients:
-            gradients = swiglu_backward_torch(dy, gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit)
+            gradients = swiglu_backward_torch(dy, gate, up, bias, bias_up, *form)
             return _present(gradients[:2] + (gradients[2:] if wants_bias else (None, None)), gate)
 
         return by_reference
 
-    rows = _rows(gate, up, bias, layout, dy.stride())
+    rows = _rows(gate, up, bias, form.layout, dy.stride())
     if rows is None or not all(tensor is None or tensor.is_contiguous() for tensor in (bias, bias_up)):
 
         def on_copies(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any) -> Gradients:
             dy, gate, up, bias, bias_up = _contiguous(dy, gate, up, bias, bias_up)
-            return swiglu_backward(dy, gate, up, bias, bias_up, layout, gate_first, alpha, beta, limit, wants_bias)
+            return swiglu_backward(dy, gate, up, bias, bias_up, form, wants_bias)
 
         return on_copies
 
@@ -384,10 +353,10 @@ def _backward_plan(
             rows.n_inner,
             0 if rows.is_flat else gate.shape[-1] // rows.unit,
             *rows.strides,
-            *_scalars(alpha, beta, limit),
+            *_scalars(form),
         ),
         {
-            **_constexprs(layout, gate_first, beta, limit, rows),
+            **_constexprs(form, rows),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "STAGES": config.stages,

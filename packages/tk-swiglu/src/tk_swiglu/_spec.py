@@ -10,7 +10,7 @@ import torch
 from tk_kernel_core import baselines
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import BaselineUnavailable, Case, CaseValue, Cost, Inputs, KernelSpec, Tolerance
-from tk_swiglu._plans import forward, swiglu_backward
+from tk_swiglu._plans import Form, forward, swiglu_backward
 from tk_swiglu._reference import swiglu_backward_torch, swiglu_torch, unpacked
 
 _LARGEST_INTERPRETED = 32_768
@@ -82,20 +82,20 @@ def _tensors(inputs: Inputs) -> tuple[Any, Any, Any, Any]:
     return inputs["gate"], inputs["up"], inputs["bias"], inputs["bias_up"]
 
 
-def _numbers(inputs: Inputs) -> tuple[Any, Any, Any, Any, Any]:
-    return inputs["layout"], inputs["gate_first"], inputs["alpha"], inputs["beta"], inputs["limit"]
+def _form(inputs: Inputs) -> Form:
+    return Form(inputs["layout"], inputs["gate_first"], inputs["alpha"], inputs["beta"], inputs["limit"])
 
 
 def run(inputs: Inputs) -> Any:
     """Call the package's function."""
     if inputs["form"] == "forward":
-        return forward(*_tensors(inputs), *_numbers(inputs))
-    gradients = swiglu_backward(inputs["dy"], *_tensors(inputs), *_numbers(inputs), inputs["bias"] is not None)
+        return forward(*_tensors(inputs), _form(inputs))
+    gradients = swiglu_backward(inputs["dy"], *_tensors(inputs), _form(inputs), inputs["bias"] is not None)
     return tuple(gradient for gradient in gradients if gradient.numel())
 
 
 def _formula(inputs: Inputs, tensors: tuple[Any, Any, Any, Any]) -> Any:
-    layout, gate_first, alpha, beta, limit = _numbers(inputs)
+    layout, gate_first, alpha, beta, limit = _form(inputs)
     if inputs["form"] == "forward":
         gate, up, bias_gate, bias_up = unpacked(*tensors, layout, gate_first)
         return swiglu_torch(gate, up, bias_gate, bias_up, alpha=alpha, beta=beta, limit=limit)

@@ -12,6 +12,9 @@ import torch
 ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types every kernel takes for activations."""
 
+# Numbers reach kernels in fp32.
+_LARGEST = torch.finfo(torch.float32).max
+
 ChoiceT = TypeVar("ChoiceT")
 
 
@@ -49,7 +52,7 @@ def check_number(name: str, value: object, *, minimum: float = -math.inf) -> flo
 
     Raises:
         TypeError: It is not an int or float.
-        ValueError: It is not finite or lies below `minimum`.
+        ValueError: It is not finite, lies below `minimum`, or is too large for float32.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
@@ -58,7 +61,9 @@ def check_number(name: str, value: object, *, minimum: float = -math.inf) -> flo
     except OverflowError:
         number = math.inf if value > 0 else -math.inf
     # Comparisons, which torch.compile traces where the number is an input of the graph; NaN fails them.
-    if not max(minimum, -sys.float_info.max) <= number <= sys.float_info.max:
+    if sys.float_info.max >= abs(number) > _LARGEST:
+        raise ValueError(f"{name} must be within the range of float32, got {number:g}")
+    if not max(minimum, -_LARGEST) <= number <= _LARGEST:
         wanted = "finite" if minimum == -math.inf else f"finite and at least {minimum:g}"
         raise ValueError(f"{name} must be {wanted}, got {number:g}")
     return number

@@ -62,9 +62,18 @@ def replace_modules(
     return replaced
 
 
+_WAYS_OF_ITS_OWN = ("__call__", "get_extra_state", "_save_to_state_dict", "_load_from_state_dict")
+
+
 def check_replaceable(module: torch.nn.Module) -> None:
-    """Raise ValueError for a module that carries something its replacement would lose: hooks, buffers, a forward."""
+    """Raise ValueError for a module that carries something its replacement would lose.
+
+    That is hooks, buffers, a forward or compilation of the module's own, and other ways of being called or saved.
+    """
     kind = type(module).__name__
+    for name in _WAYS_OF_ITS_OWN:
+        if getattr(type(module), name) is not getattr(torch.nn.Module, name):
+            raise ValueError(f"module must not override {name}, which would be lost, {kind} does")
     if any(value for name, value in vars(module).items() if name.endswith(("_hooks", "_hooks_always_called"))):
         raise ValueError(f"module must have no hooks, which would be lost; {kind} has some: add them afterwards")
     if getattr(module, "_compiled_call_impl", None) is not None:
