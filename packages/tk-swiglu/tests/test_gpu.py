@@ -27,6 +27,21 @@ def zeros_but_for(rows: int, width: int, marked: list[int]) -> torch.Tensor:
     return values
 
 
+@pytest.mark.large_memory(24)
+def test_more_than_two_to_the_30_rows() -> None:
+    # One step of all programs together leads beyond what 32 bits hold.
+    rows = 2**30 + 40
+    marked = [0, 2**30 - 1, 2**30, rows - 1]
+    x = zeros_but_for(rows, 2, marked)
+    dy = torch.ones(rows, 1, dtype=torch.bfloat16, device="cuda")
+    form = ("concat", True, 1.0, 0.0, None, False)
+    dx, *_ = swiglu_backward(dy, x, None, None, None, *form)
+    want, *_ = swiglu_backward(dy[marked], x[marked], None, None, None, *form)
+    assert torch.equal(dx[marked], want)
+    # Where gate and up are 0, so are the gradients.
+    assert int(torch.count_nonzero(dx)) == int(torch.count_nonzero(want))
+
+
 @pytest.mark.large_memory(32)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
 @pytest.mark.parametrize(("rows", "width"), [(524_800, 4096), (2**23 + 16, 256)])
