@@ -45,17 +45,17 @@ def test_backward_tiles_are_what_the_hardware_takes(
     assert config.block_m * config.block_n <= 64 * config.num_warps * target.warp_size
 
 
-@backward_problems
-def test_backward_stages_fit_shared_memory(
-    n_rows: int, hidden_size: int, bytes_per_element: int, target: Target
-) -> None:
-    config = backward_config(n_rows, hidden_size, bytes_per_element, target)
-    # Of the stages one is in registers.
-    staged_bytes = (config.stages - 1) * config.block_m * config.block_n * bytes_per_element
-    assert staged_bytes <= target.shared_bytes
-    # Stages that would leave room are not given up where copies to shared memory run by themselves.
-    if config.stages == 1 and target.backend == "cuda" and hidden_size <= config.block_n:
-        assert 2 * config.block_m * config.block_n * bytes_per_element > target.shared_bytes // 2
+@pytest.mark.parametrize("target", COMPILE_TARGETS.values(), ids=lambda target: target.name)
+@pytest.mark.parametrize("bytes_per_element", range(2, 13))
+def test_backward_stages_fit_shared_memory(bytes_per_element: int, target: Target) -> None:
+    for hidden_size in (1, 128, 1000, 2048, 4096, 4097, 8192, 16_384):
+        config = backward_config(65_536, hidden_size, bytes_per_element, target)
+        # Of the stages one is in registers.
+        staged_bytes = (config.stages - 1) * config.block_m * config.block_n * bytes_per_element
+        assert staged_bytes <= target.shared_bytes
+        # Stages that would leave room are not given up where copies to shared memory run by themselves.
+        if config.stages == 1 and target.backend == "cuda" and hidden_size <= config.block_n:
+            assert 2 * config.block_m * config.block_n * bytes_per_element > target.shared_bytes // 2
 
 
 @backward_problems

@@ -70,9 +70,10 @@ def prepare(function: FakeFunction) -> Callable[..., PreparedLaunch]:
         constexprs: dict[str, Any] | None = None,
         **options: Any,
     ) -> PreparedLaunch:
+        constexprs = {"EVEN": True, "BLOCK": 32} if constexprs is None else constexprs
         kernel = Kernel("a_module", "a_kernel")
         vars(kernel)["function"] = function
-        return PreparedLaunch(kernel, (3, 2, 1), scalars, constexprs or {"EVEN": True, "BLOCK": 32}, device, **options)
+        return PreparedLaunch(kernel, (3, 2, 1), scalars, constexprs, device, **options)
 
     return prepare
 
@@ -173,10 +174,10 @@ def test_sixteen_bytes_are_aligned(prepare: Prepare, offset_bytes: int) -> None:
         {"constexprs": {"BLOCK": 32, "EVEN": True}},
         {"constexprs": {"EVEN": True, "BLOCKS": 32}},
         {"constexprs": {"BLOCK": 32}, "scalars": (64, 0.5, 1, 2, 3, 4)},
-        {"constexprs": {"EVEN": True}},
+        {"constexprs": {}},
         {"scalars": (64, 0.5, 1, 2)},
     ],
-    ids=["order", "name", "missing", "left to its default", "scalars"],
+    ids=["order", "name", "missing", "left to their defaults", "scalars"],
 )
 def test_arguments_that_do_not_fit_the_kernel_are_refused(prepare: Prepare, changes: dict[str, Any]) -> None:
     x = torch.empty(64, device="meta")
