@@ -195,7 +195,7 @@ def rmsnorm_backward_kernel(
         else:
             squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N, num_stages=STAGES):
+            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N):
                 offsets = start + columns
                 mask = row_mask & (offsets < HIDDEN_SIZE)
                 x = _load(x_rows + offsets, mask, "evict_last")
@@ -204,7 +204,7 @@ def rmsnorm_backward_kernel(
                 products += x * dy * _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE, HAS_OFFSET)
             rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / HIDDEN_SIZE + eps)
             projection = rstd * tl.sum(products, axis=1, keep_dims=True) / HIDDEN_SIZE
-            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N, num_stages=STAGES):
+            for start in tl.range(0, HIDDEN_SIZE, BLOCK_N):
                 offsets = start + columns
                 mask = row_mask & (offsets < HIDDEN_SIZE)
                 column_mask = offsets < HIDDEN_SIZE
