@@ -293,10 +293,8 @@ def test_every_finite_gate_of_16_bits(dtype: torch.dtype, alpha: float, limit: f
     # exp turns the rounding of its argument, up to 88, into as many roundings of its result.
     relative = rounding_tolerance(dtype, 88**2)
     argument = alpha * gate.detach().double()
-    # exp(-x) is infinite in fp32 there, so that the sigmoid may have become zero.
-    tail = argument < -88.7
     for got, right in zip((dgate, dup), want, strict=True):
-        right = torch.where(tail & (got == 0), 0.0, right).to(dtype)
+        right = right.to(dtype)
         # The gradient of gate changes its sign near -1.28; elsewhere nothing cancels.
         crosses = (argument + 1.28).abs() < 0.7
         assert_close(got[~crosses], right[~crosses], relative)

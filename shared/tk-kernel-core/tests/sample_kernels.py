@@ -87,6 +87,15 @@ def convert_kernel(out_ptr, x_ptr, n_elements, ROUNDING: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def math_kernel(exp2_ptr, sqrt_ptr, rsqrt_ptr, x_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets)
+    tl.store(exp2_ptr + offsets, tl.exp2(x))
+    tl.store(sqrt_ptr + offsets, tl.sqrt(x))
+    tl.store(rsqrt_ptr + offsets, tl.rsqrt(x))
+
+
+@triton.jit
 def dependent_copy_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     tl.extra.cuda.gdc_wait()

@@ -127,6 +127,18 @@ def test_dot(dtype: torch.dtype) -> None:
     assert torch.equal(out, (a.double() @ b.double()).to(total))
 
 
+def test_subnormal_numbers_are_zero_to_exp2_and_roots() -> None:
+    smallest = torch.finfo(torch.float32).smallest_normal
+    x = torch.tensor([-126.0, -126.5, -149.0, 4.0, 0.0, smallest, smallest / 2, torch.nan])
+    results = [torch.empty_like(x) for _ in range(3)]
+    launch("math_kernel", *results, x, BLOCK=x.numel())
+    exp2, sqrt, rsqrt = ([round(value, 4) if 1e-3 < value < 1e3 else value for value in y.tolist()] for y in results)
+    assert exp2[:7] == [smallest, 0.0, 0.0, 16.0, 1.0, 1.0, 1.0]
+    assert sqrt[3:7] == [2.0, 0.0, 2.0**-63, 0.0]
+    assert rsqrt[3:7] == [0.5, torch.inf, 2.0**63, torch.inf]
+    assert all(y[7].isnan() for y in results)
+
+
 def test_dependent_launch_instructions_are_passed_over() -> None:
     x = torch.randn(BLOCK)
     out = torch.empty(BLOCK)

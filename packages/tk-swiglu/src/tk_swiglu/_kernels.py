@@ -73,14 +73,19 @@ def _clamp(gate, up, limit, HAS_LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _exponential(gate, alpha):
-    """Return whether alpha * gate is 0 or greater, and e = exp(-|alpha * gate|), which is 1 at most.
+def _sigmoid_roots(gate, alpha):
+    """Return the square roots of sigmoid(alpha * gate) and of sigmoid(-alpha * gate).
 
-    sigmoid(alpha * gate) is 1 / (1 + e) then, else e / (1 + e). Nothing overflows, the divisor lies between 1 and
-    2, where the fast division is right, and e stays above 0, if subnormal, where its product with gate counts.
+    They are 1 / sqrt(1 + h^2) and h / sqrt(1 + h^2) with h = exp(-|alpha * gate| / 2), the greater one for the argument
+    above 0. Nothing overflows. GPUs flush a subnormal exponential to 0, but multiplied by its root twice, a gate
+    keeps its precision for as long as the product has it. And the reciprocal of a root is one instruction, where a
+    division is many.
     """
-    exponent = gate * (alpha * 1.4426950408889634)
-    return exponent >= 0, tl.exp2(-tl.abs(exponent))
+    exponent = gate * (alpha * (0.5 * 1.4426950408889634))
+    h = tl.exp2(-tl.abs(exponent))
+    greater = tl.rsqrt(1.0 + h * h)
+    less = h * greater
+    return tl.where(exponent >= 0, greater, less), tl.where(exponent >= 0, less, greater)
 
 
 @triton.jit
@@ -161,8 +166,8 @@ def swiglu_forward_kernel(
         gate += bias_gate
         up += bias_up
     gate, up = _clamp(gate, up, limit, HAS_LIMIT)
-    is_positive, e = _exponential(gate, alpha)
-    out = tl.where(is_positive, gate, gate * e) / (1.0 + e) * _plus(up, beta, HAS_BETA)
+    root, _ = _sigmoid_roots(gate, alpha)
+    out = gate * root * root * _plus(up, beta, HAS_BETA)
     rows, columns, mask = _places(first, n_elements, WIDTH, BLOCK)
     out_ptrs = out_ptr + _row_offsets(rows, n_inner, stride_out_outer, stride_out_inner, ALIGNMENT) + columns
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -246,15 +251,14 @@ def swiglu_backward_kernel(
             gate += bias_gate
             up += bias_up
         clamped_gate, clamped_up = _clamp(gate, up, limit, HAS_LIMIT)
-        is_positive, e = _exponential(clamped_gate, alpha)
-        r = 1.0 / (1.0 + e)
+        root, complement_root = _sigmoid_roots(clamped_gate, alpha)
         # Further out 1 - s is 0 or 1. Infinity times 0 is NaN: right for a gate that is infinite, but not for one
         # whose product with alpha is.
         x = alpha * clamped_gate
         x = tl.where(tl.abs(clamped_gate) < float("inf"), tl.minimum(tl.maximum(x, -200.0), 200.0), x)
-        slope = 1.0 + x * tl.where(is_positive, e, 1.0) * r
-        dgate = dy * _plus(clamped_up, beta, HAS_BETA) * tl.where(is_positive, slope, slope * e) * r
-        dup = dy * (tl.where(is_positive, clamped_gate, clamped_gate * e) * r)
+        slope = 1.0 + x * (complement_root * complement_root)
+        dgate = dy * _plus(clamped_up, beta, HAS_BETA) * (slope * root * root)
+        dup = dy * (clamped_gate * root * root)
         if HAS_LIMIT:
             dgate = tl.where(gate <= limit, dgate, 0.0)
             dup = tl.where((up <= limit) & (up >= -limit), dup, 0.0)

@@ -1,10 +1,11 @@
 """The Triton interpreter: whether it is on, and making it compute what a GPU computes.
 
 The interpreter of Triton 3.6 (and 3.9) keeps bfloat16 as 16-bit integers: it truncates where a GPU rounds
-to the nearest value, and its `tl.dot` multiplies the integers. It also refuses inline assembly, so it cannot
-wait for a preceding kernel, which in the interpreter has always ended. All this is corrected once, when
-the first kernel is loaded under `TRITON_INTERPRET=1`. Operators applied to bfloat16 values themselves stay
-wrong: kernels convert to fp32 first.
+to the nearest value, and its `tl.dot` multiplies the integers. Its `tl.exp2`, `tl.sqrt` and `tl.rsqrt` know
+subnormal fp32 numbers, which on NVIDIA GPUs are 0 to them. It also refuses inline assembly, so it cannot wait
+for a preceding kernel, which in the interpreter has always ended. All this is corrected once, when the first
+kernel is loaded under `TRITON_INTERPRET=1`. Operators applied to bfloat16 values themselves stay wrong: kernels
+convert to fp32 first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def numpy_is_too_new() -> bool:
 
 @functools.cache
 def prepare_interpreter() -> None:
-    """Correct the interpreter's bfloat16 and make it pass over dependent-launch instructions.
+    """Correct the interpreter's arithmetic and make it pass over dependent-launch instructions.
 
     Raises:
         RuntimeError: The installed NumPy is too new for the interpreter of this Triton.
@@ -70,6 +71,18 @@ def prepare_interpreter() -> None:
 
     InterpreterBuilder.cast_impl = corrected_cast
     InterpreterBuilder.create_dot = corrected_dot
+
+    def without_subnormals(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.float32:
+            return handle
+        smallest = np.finfo(np.float32).smallest_normal
+        return TensorHandle(np.where(np.abs(handle.data) < smallest, handle.data * 0, handle.data), tl.float32)
+
+    def flushing(function: Any) -> Any:
+        return lambda self, argument: without_subnormals(function(self, without_subnormals(argument)))
+
+    for name in ("create_exp2", "create_sqrt", "create_rsqrt"):
+        setattr(InterpreterBuilder, name, flushing(getattr(InterpreterBuilder, name)))
 
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(tl.extra.cuda, name, _do_nothing)
