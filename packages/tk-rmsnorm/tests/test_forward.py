@@ -234,7 +234,8 @@ def test_in_place_writes_strided_tensors_and_nothing_else(name: str, device: str
 def test_any_layout_property(device: str, data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     strides = data.draw(strides_for(shape))
     x = guarded_view(shape, strides, dtype, device=device)
-    assert torch.equal(rmsnorm(x), rmsnorm(x.contiguous()))
+    # Another layout is another compilation, which may add up a row in another order.
+    assert_close(rmsnorm(x), rmsnorm(x.contiguous()), rounding_tolerance(dtype, shape[-1]))
     assert_guards_intact(x)
 
 

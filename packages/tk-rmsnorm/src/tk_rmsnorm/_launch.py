@@ -19,12 +19,14 @@ class ForwardConfig:
         block_m: Rows per program.
         block_n: Columns per tile; at least the hidden size where a row is kept in registers.
         num_warps: Warps per program.
+        max_registers: Most registers a thread may take, on NVIDIA GPUs; None leaves it to the compiler.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
     """
 
     block_m: int
     block_n: int
     num_warps: int
+    max_registers: int | None
     dependent_launch: bool
 
 
@@ -49,26 +51,31 @@ class BackwardConfig:
     dependent_launch: bool
 
 
-def forward_config(hidden_size: int, has_residual: bool, target: Target) -> ForwardConfig:
+def forward_config(hidden_size: int, has_residual: bool, is_light: bool, target: Target) -> ForwardConfig:
     """Choose the forward launch.
 
     The choice does not depend on the number of rows, and so neither does a row's result.
 
     Args:
         hidden_size: Elements in a row.
-        has_residual: Whether two tensors are read.
+        has_residual: Whether two tensors are read beside the weight.
+        is_light: Whether all elements have 16 bits and are loaded eight at a time.
         target: The GPU.
     """
-    block_n = next_power_of_two(hidden_size)
+    block_n, elements_per_thread, max_registers = next_power_of_two(hidden_size), 16, None
     # Reading a longer row twice, the second time from L2, costs less than registers that keep other programs
     # out. With a residual twice as much would be read again, and the row stays for longer.
-    if block_n <= (16_384 if has_residual else 8192):
-        elements_per_thread = 16 if block_n <= 4096 else 32
-    else:
-        block_n, elements_per_thread = 8192, 16
+    if block_n > (16_384 if has_residual else 8192):
+        block_n = 8192
+    elif hidden_size == 8192 and is_light and not has_residual and target.backend == "cuda":
+        # Four such rows at a time keep every thread of a multiprocessor at work. Shorter ones would leave some
+        # of their threads idle, and wider elements would not fit these registers.
+        max_registers = 32
+    elif block_n > 4096:
+        elements_per_thread = 32
     block_m = max(1, 2048 // block_n)
     num_warps = target.warps(block_m * block_n // elements_per_thread)
-    return ForwardConfig(block_m, block_n, num_warps, target.is_hopper_or_later)
+    return ForwardConfig(block_m, block_n, num_warps, max_registers, target.is_hopper_or_later)
 
 
 def backward_config(n_rows: int, hidden_size: int, bytes_per_element: int, target: Target) -> BackwardConfig:

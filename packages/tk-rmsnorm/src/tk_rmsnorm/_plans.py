@@ -147,8 +147,9 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
 
         return on_copies
 
-    config = forward_config(x.shape[-1], residual is not None, launch_target(x.device))
     unit, strides = aligned_strides(x.shape[-1], layout)
+    is_light = unit >= 8 and all(tensor is None or tensor.element_size() == 2 for tensor in (x, residual, weight))
+    config = forward_config(x.shape[-1], residual is not None, is_light, launch_target(x.device))
     launch = PreparedLaunch(
         _FORWARD,
         (-(-layout.n_rows // config.block_m), 1, 1),
@@ -164,6 +165,7 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
         },
         x.device,
         num_warps=config.num_warps,
+        **({"maxnreg": config.max_registers} if config.max_registers else {}),
         **({"launch_pdl": True} if config.dependent_launch else {}),
     )
     if in_place:
