@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -15,16 +14,6 @@ KERNELS = ("tk-one", "tk-two")
 EVERYTHING = {"tk-kernel-core", "tk-testkit", "repository", *KERNELS}
 
 
-@pytest.fixture(scope="module")
-def noxfile() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("paths", "suites"),
     [
@@ -32,6 +21,7 @@ def noxfile() -> ModuleType:
         (["packages/tk-one/src/tk_one/_ops.py"], {"tk-one", "repository"}),
         (["packages/tk-one/README.md", "packages/tk-two/tests/test_x.py"], {"tk-one", "tk-two", "repository"}),
         (["docs/kernels/one.md", "README.md", "tests/test_conformance.py"], {"repository"}),
+        ([".github/workflows/ci.yml", "perf/benchmarks/gpu.py"], {"repository"}),
         (["shared/tk-testkit/src/tk_testkit/close.py"], EVERYTHING),
         (["shared/tk-kernel-core/README.md"], EVERYTHING),
         (["noxfile.py"], EVERYTHING),
