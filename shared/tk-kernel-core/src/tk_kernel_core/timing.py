@@ -88,7 +88,7 @@ def rotated_inputs(make: Callable[[int], Inputs], device: str) -> list[Inputs]:
     first = make(0)
     if device == "cpu":
         return [first]
-    size = max(1, _bytes_in(first))
+    size = max(1, bytes_in(first))
     count = min(MOST_INPUT_SETS, max(2, -(-ROTATED_BYTES // size)))
     return [first, *(make(seed) for seed in range(1, count))]
 
@@ -141,7 +141,7 @@ def measure(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs], *, 
     return summarise(samples, calls, method, note=note, clock_mhz_before=before, clock_mhz_after=after, host_us=host_us)
 
 
-def _bytes_in(inputs: Inputs) -> int:
+def bytes_in(inputs: Inputs) -> int:
     """Bytes of memory under the tensors, once where several share it."""
     sizes: dict[int, tuple[int, int]] = {}
     for tensor in _tensors(inputs):

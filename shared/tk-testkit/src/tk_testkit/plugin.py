@@ -22,6 +22,9 @@ MARKERS = (
     "interpreter: needs a process with TRITON_INTERPRET=1",
 )
 
+# Of an installed plugin pytest rewrites all assertions, but not where this one runs from the source tree.
+pytest.register_assert_rewrite("tk_testkit.spec")
+
 # The interpreter is slow from one example to the next, and not evenly so.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
@@ -48,13 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def _what_runs_kernels() -> str:
+    if kernel_device() == "cuda":
+        return f"compiled, on {torch.cuda.get_device_name()}"
+    if interpreting():
+        return "in the Triton interpreter, on the CPU"
+    return "not run, the PyTorch reference serves CPU tensors (no GPU, TRITON_INTERPRET is not set)"
+
+
 def pytest_report_header() -> str:
     """Say what the kernels of this run are executed by."""
-    if kernel_device() == "cuda":
-        return f"tk kernels: compiled, on {torch.cuda.get_device_name()}"
-    if interpreting():
-        return "tk kernels: in the Triton interpreter, on the CPU"
-    return "tk kernels: not run, the PyTorch reference serves CPU tensors (no GPU, TRITON_INTERPRET is not set)"
+    return f"tk kernels: {_what_runs_kernels()}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    """Let pytest-benchmark store the same, and warn when it compares runs of which it differs."""
+    machine_info["kernels"] = _what_runs_kernels()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

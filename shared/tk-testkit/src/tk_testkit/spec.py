@@ -1,0 +1,111 @@
+"""Tests that every kernel package's spec must pass, written once.
+
+A package's tests/test_spec.py derives a class, which pytest collects with all of them::
+
+    class TestSpec(SpecTests):
+        spec = SPEC
+        budget = Path(__file__).parents[1] / "perf_budget.json"
+        unseen = ("eps", 1.1e-6)
+
+What does not hold for a package is overridden there, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tk_kernel_core.bench import check_kernel
+from tk_kernel_core.budget import check_budget, load_budget
+from tk_kernel_core.interpreter import interpreting
+from tk_kernel_core.launch import launch_target, planning, recording
+from tk_kernel_core.resources import report_resources
+from tk_kernel_core.spec import CaseValue, KernelSpec
+from tk_kernel_core.targets import COMPILE_TARGETS
+from tk_kernel_core.timing import bytes_in
+from tk_testkit.close import assert_close
+
+
+def runs_kernels(device: str) -> bool:
+    """Whether calls on a device launch kernels here; otherwise the reference serves them."""
+    return device != "cpu" or interpreting()
+
+
+class SpecTests:
+    """What a package tells the tools is what it does, and its machine code keeps its budget.
+
+    Attributes:
+        spec: The package's spec.
+        budget: The package's perf_budget.json.
+        unseen: A parameter and a value that no case gives it: a call with it is planned anew.
+    """
+
+    spec: ClassVar[KernelSpec]
+    budget: ClassVar[Path]
+    unseen: ClassVar[tuple[str, CaseValue]]
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """Run a test with an argument `name` on every case, one with an argument `target` on every target."""
+        for argument, values in (("name", cls.spec.cases), ("target", COMPILE_TARGETS)):
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, list(values))
+
+    def test_every_case_agrees_with_its_reference(self, name: str, device: str) -> None:
+        """As `tk-kernels check` has it."""
+        (result,) = check_kernel(self.spec, [self.spec.cases[name]], device)
+        assert result.passed, result
+
+    def test_planned_launches_are_the_launches_made(self, name: str, device: str) -> None:
+        """What is compiled ahead of time, and held to the budget, is what runs."""
+        if not runs_kernels(device):
+            pytest.skip("needs a GPU or TRITON_INTERPRET=1: the reference launches nothing")
+        case = self.spec.shrink(self.spec.cases[name])
+        inputs = self.spec.make_inputs(case, device, 0)
+        with recording() as made:
+            self.spec.run(inputs)
+        assert made
+        assert made == self.spec.launches(case, launch_target(torch.device(device)))
+
+    def test_cost_counts_every_tensor_once(self, name: str) -> None:
+        """All that goes in is read, all that comes out is written."""
+        case = self.spec.cases[name]
+        inputs = self.spec.make_inputs(case, "meta", 0)
+        cost = self.spec.cost(case)
+        assert cost.bytes_read == bytes_in(inputs)
+        assert cost.bytes_written == bytes_in({"results": self.spec.run(inputs)})
+
+    def test_planning_for_another_card_leaves_real_calls_alone(self, device: str) -> None:
+        """A call on real tensors inside the block is planned for the card it runs on, and so are those after it."""
+        case = self.spec.shrink(next(iter(self.spec.cases.values())))
+        parameter, value = self.unseen
+        case = dataclasses.replace(case, params={**case.params, parameter: value})
+        inputs = self.spec.make_inputs(case, device, 0)
+        with planning(COMPILE_TARGETS["gfx942"]):
+            got = self.spec.run(inputs)
+        assert_close(got, self.spec.reference(inputs), self.spec.tolerance(case))
+        with recording() as made:
+            self.spec.run(inputs)
+        planned = self.spec.launches(case, launch_target(torch.device(device)))
+        assert made == (planned if runs_kernels(device) else [])
+
+    def test_inputs_follow_the_seed(self, name: str, device: str) -> None:
+        """One seed makes the same inputs twice, another one others; no two tensors hold the same values."""
+        case = self.spec.shrink(self.spec.cases[name])
+        first, same, other = (self.spec.make_inputs(case, device, seed) for seed in (0, 0, 1))
+        tensors = {key: value for key, value in first.items() if isinstance(value, torch.Tensor)}
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, same[key]), key
+            assert not torch.equal(tensor, other[key]), key
+            assert [twin for twin, value in tensors.items() if torch.equal(tensor, value)] == [key]
+
+    @pytest.mark.compiler
+    def test_machine_code_keeps_its_budget(self, target: str) -> None:
+        """As `tk-kernels resources --budget` has it, without a GPU."""
+        reports = report_resources(self.spec, [COMPILE_TARGETS[target]])
+        check = check_budget(self.spec, reports, load_budget(self.budget))
+        assert check.outcome in ("kept", "other-triton"), "\n".join(map(str, check.violations))

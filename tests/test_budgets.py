@@ -1,0 +1,65 @@
+"""What the budget of every package must say; its own suite and `nox -s resources` hold the machine code to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tk_kernel_core.budget import KernelBudget, check_budget, load_budget
+from tk_kernel_core.spec import installed_specs
+from tk_kernel_core.targets import COMPILE_TARGETS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
+
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda folder: folder.name)
+
+
+def limits_of(package: Path) -> Iterator[tuple[str, str, str, KernelBudget]]:
+    """Yield target, case, kernel and limits."""
+    for target, cases in load_budget(package / "perf_budget.json").targets.items():
+        for case, kernels in cases.items():
+            for kernel, limits in kernels.items():
+                yield target, case, kernel, limits
+
+
+@each_package
+def test_budget_has_exactly_the_cases_targets_and_kernels_there_are(package: Path) -> None:
+    spec = installed_specs()[package.name]
+    # Without compiled kernels the check is about the entries alone.
+    assert check_budget(spec, [], load_budget(package / "perf_budget.json")).violations == ()
+    launched = {
+        (target.name, case.name, launch.kernel)
+        for target in COMPILE_TARGETS.values()
+        for case in spec.cases.values()
+        for launch in spec.launches(case, target)
+    }
+    assert {(target, case, kernel) for target, case, kernel, _ in limits_of(package)} == launched
+
+
+@each_package
+def test_nothing_spills(package: Path) -> None:
+    for *place, limits in limits_of(package):
+        assert limits.spill_bytes == 0, place
+        assert "st.local" in limits.must_not_have, place
+
+
+@each_package
+def test_where_bandwidth_counts_16_bytes_are_moved_at_once(package: Path) -> None:
+    # A decode step is too short for that to matter, and may rather spread over all multiprocessors.
+    cases = {
+        name for name, case in installed_specs()[package.name].cases.items() if case.tags & {"prefill", "training"}
+    }
+    assert cases
+    for target, case, kernel, limits in limits_of(package):
+        if case in cases:
+            assert {"ld.global.v4", "cp.async.v4"} & {*limits.must_have}, (target, case, kernel)
+            # The sum of partial gradients writes one row, which is no traffic to speak of.
+            assert kernel == "sum_rows_kernel" or "st.global.v4" in limits.must_have, (target, case, kernel)
+
+
+@each_package
+def test_the_packages_own_suite_holds_its_machine_code_to_the_budget(package: Path) -> None:
+    assert any("(SpecTests)" in file.read_text() for file in package.glob("tests/test_*.py"))
