@@ -6,6 +6,7 @@ Kernel packages are found under packages/: a new one needs no edit here.
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import shutil
 import sys
@@ -25,6 +26,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 CORE, TESTKIT, REPOSITORY = "tk-kernel-core", "tk-testkit", "repository"
 KERNELS = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/tk-*/pyproject.toml"))}
 PROJECTS = {CORE: ROOT / "shared" / CORE, TESTKIT: ROOT / "shared" / TESTKIT, **KERNELS}
+# Exit codes of perf/gate.py.
+VERDICTS = [0, 10, 20, 30]
 KERNEL_PACKAGES = [name.replace("-", "_") for name in KERNELS]
 
 each_kernel = nox.parametrize("package", [nox.param(name, id=name) for name in KERNELS])
@@ -48,7 +51,7 @@ def affected(paths: Iterable[str], kernels: Sequence[str] = tuple(KERNELS)) -> t
         package = rest.partition("/")[0]
         if folder == "packages" and package in kernels:
             suites.add(package)
-        elif folder in {"docs", "tests"} or (not rest and path.endswith(".md")):
+        elif folder in {"docs", "tests", "perf", ".github"} or (not rest and path.endswith(".md")):
             continue
         else:
             suites |= everything
@@ -162,7 +165,7 @@ def tests(session: nox.Session, package: str) -> None:
         session.skip("nothing that concerns it has changed")
     if package == REPOSITORY:
         wheels = build_wheels(session, *PROJECTS)
-        install(session, "nox", "pytest-xdist", wheels=wheels.values())
+        install(session, "nox", "pytest-xdist", "pyyaml", "asv", "asv_runner", wheels=wheels.values())
         folder = ROOT / "tests"
     else:
         wheels = build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package)))
@@ -188,8 +191,8 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, import contracts, metadata, declared dependencies, spelling."""
-    tools = ["ruff", "import-linter", "validate-pyproject", "deptry", "codespell"]
+    """Style, import contracts, metadata, declared dependencies, spelling, workflows."""
+    tools = ["ruff", "import-linter", "validate-pyproject", "deptry", "codespell", "check-jsonschema", "zizmor"]
     session.install(*tools, "-c", str(CONSTRAINTS))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
@@ -199,6 +202,18 @@ def lint(session: nox.Session) -> None:
     for folder in PROJECTS.values():
         with session.chdir(folder):
             session.run("deptry", "src")
+
+    github = ROOT / ".github"
+    forms = [str(github / "ISSUE_TEMPLATE" / name) for name in ("bug.yml", "perf-regression.yml")]
+    for schema, checked in (
+        ("github-workflows", sorted(map(str, github.glob("workflows/*.yml")))),
+        ("dependabot", [str(github / "dependabot.yml")]),
+        ("github-issue-forms", forms),
+        ("github-issue-config", [str(github / "ISSUE_TEMPLATE" / "config.yml")]),
+    ):
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *checked)
+    session.run("check-jsonschema", "--schemafile", "perf/schema/asv.conf.schema.json", "asv.conf.json")
+    session.run("zizmor", "--quiet", "--offline", "--no-online-audits", "--strict-collection", str(github))
 
     contracts = configparser.ConfigParser()
     contracts.read(ROOT / ".importlinter")
@@ -224,6 +239,8 @@ def types(session: nox.Session) -> None:
 def resources(session: nox.Session) -> None:
     """Compile every kernel for every target, without a GPU, and hold it against its budget."""
     install_kernels(session)
+    # Budgets count under the Triton that made them.
+    session.install("--no-deps", "triton", "-c", str(CONSTRAINTS))
     for name, folder in KERNELS.items():
         budget = str(folder / "perf_budget.json")
         session.run("tk-kernels", "resources", name, "--budget", budget, *session.posargs)
@@ -280,12 +297,115 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Time host overhead, compilation and kernels with pytest-benchmark."""
-    folders = [str(folder / "benchmarks") for folder in KERNELS.values() if (folder / "benchmarks").is_dir()]
-    if not folders:
-        session.skip("no package has benchmarks")
+    folders = [str(folder / "benchmarks") for folder in KERNELS.values()]
     wheels = build_wheels(session, CORE, TESTKIT, *KERNELS)
     install(session, "pytest-benchmark", wheels=wheels.values())
-    session.run("pytest", "--benchmark-only", "-o", "python_files=bench_*.py", *folders, *session.posargs)
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--installed-only"]
+    options += ["-o", "python_files=bench_*.py", "--benchmark-only", "--benchmark-autosave"]
+    session.run("pytest", *options, *folders, *session.posargs, env={"TRITON_INTERPRET": None})
+
+
+def install_asv(session: nox.Session) -> None:
+    """Install asv."""
+    session.install("asv", "asv_runner", "virtualenv", "-c", str(CONSTRAINTS))
+
+
+# The history of a GPU machine is taken with the torch that the machine brings.
+with_system_packages = nox.session(venv_params=["--system-site-packages"])
+
+
+@with_system_packages
+def perf(session: nox.Session) -> None:
+    """Record the performance of commits in perf/results; `-- RANGE` as asv takes it, the last commit by default."""
+    install_asv(session)
+    machine = str(session.run("python", "perf/machine.py", silent=True)).split()[-1]
+    what = ["--environment", "virtualenv", "--bench", "^resources|track_size"]
+    if machine != "aot":
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        what = ["--environment", f"system:{python}", "--launch-method", "spawn", "--bench", "^gpu|^host"]
+    folder = ROOT / "perf" / "results" / machine
+    before = {file: file.stat().st_mtime_ns for file in folder.glob("*-*.json")}
+    session.run("asv", "run", "--machine", machine, "--show-stderr", *what, *(session.posargs or ["HEAD^!"]))
+    if before == {file: file.stat().st_mtime_ns for file in folder.glob("*-*.json")}:
+        session.error("asv recorded nothing")
+
+
+@with_system_packages
+def perf_gate(session: nox.Session) -> None:
+    """Judge a commit's speed: `-- BASE HEAD`, then options of asv; exit codes 0, 10, 20, 30 as perf/gate.py has them.
+
+    With BASE and HEAD the same, the same files are measured as if they were two commits: an A/A run.
+    """
+    if len(session.posargs) < 2:
+        session.error("wanted two commits: nox -s perf_gate -- BASE HEAD")
+    install_asv(session)
+    session.install("pydantic", "-c", str(CONSTRAINTS))
+
+    def git(*arguments: str, **environment: str) -> str:
+        command = ["git", *arguments]
+        return str(session.run(*command, env=environment, external=True, silent=True, log=False)).strip()
+
+    revisions, options = session.posargs[:2], session.posargs[2:]
+    base, head = (git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}") for revision in revisions)
+    if base == head:
+        # asv keeps one result per commit. This second one is on no branch, and the same in every clone.
+        fixed = {"NAME": "nobody", "EMAIL": "nobody@example.org", "DATE": "2000-01-01T00:00:00Z"}
+        identity = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in fixed.items()}
+        head = git("commit-tree", f"{base}^{{tree}}", "-p", base, "-m", "The same files again", **identity)
+
+    machine = str(session.run("python", "perf/machine.py", silent=True)).split()[-1]
+    # Figures read off machine code are exact. Times need rounds, each in a process of its own.
+    suite, what = "^resources", ["--environment", "virtualenv"]
+    if machine != "aot":
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        suite, what = r"^gpu\.", ["--environment", f"system:{python}", "--attribute", "rounds=3"]
+    if not any(option.startswith(("-b", "--bench")) for option in options):
+        # asv would add a selection to this one.
+        what += ["--bench", suite]
+    results, report = (ROOT / "report" / name for name in ("perf-gate-results", "perf-gate"))
+    shutil.rmtree(results, ignore_errors=True)
+    results.parent.mkdir(exist_ok=True)
+    # asv takes the folder of its configuration for the repository's root.
+    configuration = ROOT / ".asv.gate.conf.json"
+    settings = json.loads((ROOT / "asv.conf.json").read_text())
+    configuration.write_text(json.dumps({**settings, "results_dir": str(results)}))
+    turns = ["--launch-method", "spawn", "--interleave-rounds", "--append-samples", "--show-stderr"]
+    command = ["asv", "--config", str(configuration), "continuous", base, head, "--machine", machine, *turns, *what]
+    # asv's own exit codes tell a slower benchmark, a failed one and an empty selection: the gate judges all three.
+    session.run(*command, *options, success_codes=[0, 1, 2])
+
+    floor = ROOT / "perf" / "floors" / f"{machine}.json"
+    noise = ["--floor", str(floor)] if floor.exists() else []
+    # The report: perf-gate.md for a pull request, and the same as JSON.
+    files = ["--markdown", f"{report}.md", "--json", f"{report}.json"]
+    session.run("python", "perf/gate.py", base, head, "--results", str(results), *noise, *files, success_codes=VERDICTS)
+    code = json.loads(report.with_suffix(".json").read_text())["exit_code"]
+    if code:
+        # nox itself knows only success and failure.
+        sys.exit(code)
+
+
+@nox.session
+def perf_check(session: nox.Session) -> None:
+    """Check asv's suites, and run that of the resources once on this tree, without recording it."""
+    install_kernels(session)
+    install_asv(session)
+    here = ["--environment", "existing"]
+    session.run("python", "perf/machine.py")
+    session.run("asv", "check", *here)
+    session.run("asv", "run", *here, "--machine", "aot", "--quick", "--dry-run", "--bench", "track_registers|^host")
+
+
+@nox.session
+def perf_publish(session: nox.Session) -> None:
+    """Build the site of the performance history in .asv/html; needs npm."""
+    install_asv(session)
+    session.run("asv", "publish")
+    modules = Path(session.create_tmp())
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(ROOT / "perf" / "site" / name, modules)
+    session.run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(modules), external=True)
+    session.run("python", "perf/site.py", ".asv/html", str(modules / "node_modules"))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def test_tree(package: Path) -> None:
     missing += [f"{source.name}/{name}" for name in (*MODULES, "py.typed") if not (source / name).is_file()]
     assert not missing
     assert list((package / "tests").glob("test_*.py"))
+    assert list((package / "benchmarks").glob("bench_*.py"))
     assert (ROOT / "docs" / "kernels" / f"{package.name.removeprefix('tk-')}.md").is_file()
 
 
@@ -149,7 +150,7 @@ def test_public_names_are_described(package: Path) -> None:
 
 
 def source_files() -> list[Path]:
-    found = [*ROOT.glob("*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*.py")]
+    found = [*ROOT.glob("*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("perf/**/*.py")]
     for project in PROJECTS:
         found += [*project.glob("src/**/*.py"), *project.glob("tests/**/*.py"), *project.glob("benchmarks/*.py")]
     return sorted(found)

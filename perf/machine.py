@@ -1,0 +1,49 @@
+"""Describe this machine to asv, and print the name that its results go under.
+
+With a GPU, that is the GPU's name; GPU, driver and host are recorded, and asv's site offers them as selectors: a
+changed driver begins a new line instead of a step. Without one the name is `aot`: ahead-of-time compilation gives
+the same figures on any host, so all of them share one series.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from asv.machine import Machine, MachineCollection
+
+ROOT = Path(__file__).resolve().parents[1]
+AOT = "aot"
+
+
+def gpu_facts() -> dict[str, Any] | None:
+    """Return what the core knows of the GPU here, asked of the Python that brings torch; None without a GPU."""
+    # asv runs in a virtual environment, which may not see that Python's packages.
+    python = getattr(sys, "_base_executable", sys.executable)
+    command = [python, str(ROOT / "run_from_source.py"), "device", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    facts: dict[str, Any] | None = json.loads(done.stdout) if done.returncode == 0 else None
+    return facts
+
+
+def describe(facts: dict[str, Any] | None, host: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the machine's name and its entries.
+
+    Args:
+        facts: The GPU's, from `gpu_facts`.
+        host: asv's own reading of the host: `os`, `arch`, `cpu`, `num_cpu`, `ram`.
+    """
+    if facts is None:
+        return AOT, {**dict.fromkeys(host, "any"), "machine": AOT}
+    name = re.sub(r"[^a-z0-9]+", "-", facts["name"].lower()).strip("-")
+    return name, {**host, "machine": name, "gpu": facts["name"], "driver": facts["driver_version"] or "unknown"}
+
+
+if __name__ == "__main__":
+    name, entries = describe(gpu_facts(), Machine.get_defaults())
+    MachineCollection.save(name, entries)
+    print(name)
