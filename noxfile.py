@@ -405,7 +405,7 @@ def perf_publish(session: nox.Session) -> None:
     for name in ("package.json", "package-lock.json"):
         shutil.copy(ROOT / "perf" / "site" / name, modules)
     session.run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(modules), external=True)
-    session.run("python", "perf/site.py", ".asv/html", str(modules / "node_modules"))
+    session.run("python", "perf/publish.py", ".asv/html", str(modules / "node_modules"))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ What lies in PYTHONPATH is seen where ASV_PYTHONPATH says so too.
 
 from __future__ import annotations
 
+import site
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from asv import environment
@@ -49,6 +51,9 @@ class SystemPackages(environment.Environment):  # type: ignore[misc]  # asv has 
 
     def _setup(self) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", self._path], check=True)
+        # Where the running Python is a virtual environment itself, that option passes over its packages.
+        packages = Path(self._path) / "lib" / f"python{_running()}" / "site-packages"
+        (packages / "running_python.pth").write_text("\n".join(site.getsitepackages()) + "\n")
 
     def run(self, args: list[str], **kwargs: Any) -> str:
         """Run the environment's Python."""

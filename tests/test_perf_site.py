@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         shutil.copy(SITE / name, folder)
     npm = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
     subprocess.run(npm, cwd=folder, check=True, capture_output=True)
-    localise = [sys.executable, str(ROOT / "perf/site.py"), str(html), str(folder / "node_modules")]
+    localise = [sys.executable, str(ROOT / "perf/publish.py"), str(html), str(folder / "node_modules")]
     subprocess.run(localise, check=True, capture_output=True)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(html))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

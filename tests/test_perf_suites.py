@@ -153,6 +153,19 @@ def test_machine_without_a_gpu_is_the_same_on_every_host() -> None:
     assert entries == {**host, "machine": "nvidia-h200", "gpu": "NVIDIA H200", "driver": "580.1"}
 
 
+def test_environment_of_the_running_python_sees_its_packages(tmp_path: Path) -> None:
+    plugin = load("perf_asv_env", PERF / "asv_env.py")
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert plugin.SystemPackages.matches(running)
+    assert not plugin.SystemPackages.matches("2.7")
+    environment = object.__new__(plugin.SystemPackages)
+    environment._path = str(tmp_path / "env")
+    environment._setup()
+    code = "import sys; from importlib.util import find_spec as f; print(all(map(f, ('torch', 'pip', 'asv_runner'))))"
+    done = subprocess.run([tmp_path / "env/bin/python", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_torch_and_triton_of_the_history_are_the_tested_ones() -> None:
     configuration = json.loads((ROOT / "asv.conf.json").read_text())
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)

@@ -1,6 +1,6 @@
 """Make asv's site self-contained: the scripts that it loads from other hosts are put beside it.
 
-python site.py HTML MODULES     # asv's html_dir, and the node_modules of perf/site/package.json
+python publish.py HTML MODULES     # asv's html_dir, and the node_modules of perf/site/package.json
 """
 
 from __future__ import annotations
