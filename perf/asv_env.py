@@ -36,6 +36,8 @@ class SystemPackages(environment.Environment):  # type: ignore[misc]  # asv has 
             raise environment.EnvironmentUnavailable(
                 f"the environment `system` needs torch and Triton in the running Python, which lacks {error.name}"
             ) from error
+        # asv asks for the name before it keeps them itself.
+        self._python, self._requirements = python, installed
         super().__init__(conf, python, installed, tagged_env_vars)
 
     @classmethod

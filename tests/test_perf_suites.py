@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -154,16 +155,21 @@ def test_machine_without_a_gpu_is_the_same_on_every_host() -> None:
 
 
 def test_environment_of_the_running_python_sees_its_packages(tmp_path: Path) -> None:
+    from asv.config import Config
+    from asv.environment import EnvironmentUnavailable
+
     plugin = load("perf_asv_env", PERF / "asv_env.py")
+    configuration = Config.load(str(ROOT / "asv.conf.json"))
+    configuration.env_dir = str(tmp_path)
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert plugin.SystemPackages.matches(running)
-    assert not plugin.SystemPackages.matches("2.7")
-    environment = object.__new__(plugin.SystemPackages)
-    environment._path = str(tmp_path / "env")
-    environment._setup()
-    code = "import sys; from importlib.util import find_spec as f; print(all(map(f, ('torch', 'pip', 'asv_runner'))))"
-    done = subprocess.run([tmp_path / "env/bin/python", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
+    with pytest.raises(EnvironmentUnavailable, match=rf"running Python {running}, got 2\.7"):
+        plugin.SystemPackages(configuration, "2.7", {}, {})
+    environment = plugin.SystemPackages(configuration, running, {"torch": "0.0"}, {})
+    assert environment.name == f"system-py{running}-torch{version('torch')}-triton{version('triton')}"
+    environment.create()
+    assert environment.check_presence()
+    code = "from importlib.util import find_spec as f; print(all(map(f, ('torch', 'pip', 'asv_runner'))))"
+    assert environment.run(["-c", code]) == "True\n"
 
 
 def test_torch_and_triton_of_the_history_are_the_tested_ones() -> None:
