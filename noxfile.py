@@ -100,7 +100,9 @@ def install(session: nox.Session, *requirements: str, wheels: Iterable[Path] = (
         triton: Install Triton where torch brings none.
     """
     loose = constraints_without_triton(session)
-    session.install("torch", "-c", str(loose))
+    # pip would compile all of torch, of which a session needs little. Python compiles that when it is imported.
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
+    session.install("--no-compile", "torch", "-c", str(loose))
     constraints = loose
     if triton:
         version = session.run("python", "-c", FIND_TRITON, silent=True, log=False)
@@ -114,7 +116,7 @@ def install(session: nox.Session, *requirements: str, wheels: Iterable[Path] = (
     if files:
         session.install("--no-deps", "--force-reinstall", *files)
     if files or requirements:
-        session.install(*files, *requirements, "-c", str(constraints))
+        session.install("--no-compile", *files, *requirements, "-c", str(constraints))
 
 
 FIND_TRITON = """
@@ -383,17 +385,6 @@ def perf_gate(session: nox.Session) -> None:
     if code:
         # nox itself knows only success and failure.
         sys.exit(code)
-
-
-@nox.session
-def perf_check(session: nox.Session) -> None:
-    """Check asv's suites, and run that of the resources once on this tree, without recording it."""
-    install_kernels(session)
-    install_asv(session)
-    here = ["--environment", "existing"]
-    session.run("python", "perf/machine.py")
-    session.run("asv", "check", *here)
-    session.run("asv", "run", *here, "--machine", "aot", "--quick", "--dry-run", "--bench", "track_registers|^host")
 
 
 @nox.session

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -140,6 +142,33 @@ def test_imports_and_sizes_are_measured(suites: dict[str, ModuleType]) -> None:
     monkey = suites["host"]
     monkey.IMPORTS = 1
     assert 0 < packages.track_import_ms("tk-rmsnorm") < 5000
+
+
+@pytest.mark.compiler
+def test_asv_finds_the_suites_and_runs_them(tmp_path: Path) -> None:
+    configuration = json.loads((ROOT / "asv.conf.json").read_text())
+    configuration |= {"repo": str(ROOT), "benchmark_dir": str(PERF / "benchmarks")}
+    configuration |= {"results_dir": str(tmp_path / "results"), "env_dir": str(tmp_path / "env")}
+    (tmp_path / "asv.conf.json").write_text(json.dumps(configuration))
+    # asv keeps machines in the home folder, Triton what it has compiled.
+    cache = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    environment = {**os.environ, "HOME": str(tmp_path), "TRITON_CACHE_DIR": cache}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run(str(PERF / "machine.py")).split()[-1] == "aot"
+    asv = ("-m", "asv", "--config", str(tmp_path / "asv.conf.json"))
+    run(*asv, "check", "--environment", "existing")
+    some = r"track_registers\('tk-\S+ \S+-decode', 'sm_90'\)|track_size"
+    output = run(*asv, "run", "--environment", "existing", "--machine", "aot", "--quick", "--dry-run", "--bench", some)
+    for package in installed_specs():
+        assert re.search(rf"^ +{package} \S+-decode +\d+ *$", output, re.MULTILINE), output
+        assert re.search(rf"^ +{package} +\d+\.\d+ *$", output, re.MULTILINE), output
 
 
 def test_machine_without_a_gpu_is_the_same_on_every_host() -> None:
