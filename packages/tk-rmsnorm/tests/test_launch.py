@@ -1,10 +1,13 @@
 """Launch choices: pure functions, no GPU."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tk_kernel_core.launch import planning
 from tk_kernel_core.targets import COMPILE_TARGETS, Target
+from tk_rmsnorm import rmsnorm
 from tk_rmsnorm._launch import backward_config, forward_config
 
 targets = st.sampled_from(list(COMPILE_TARGETS.values()))
@@ -120,3 +123,26 @@ def test_tuned_backward_choices_on_an_h200(hidden_size: int, want: tuple[int, ..
 def test_tuned_choices_on_an_h200(hidden_size: int, has_residual: bool, want: tuple[int | None, ...]) -> None:
     config = forward_config(hidden_size, has_residual, True, COMPILE_TARGETS["sm_90"])
     assert (config.block_m, config.block_n, config.num_warps, config.max_registers) == want
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "row_stride", "limit"),
+    [
+        (torch.bfloat16, torch.bfloat16, 8192, 32),
+        (torch.float16, None, 8192, 32),
+        # These would not fit so few registers: wide elements, and rows whose elements are loaded one by one.
+        (torch.bfloat16, torch.float32, 8192, None),
+        (torch.float32, torch.float32, 8192, None),
+        (torch.bfloat16, torch.bfloat16, 8193, None),
+    ],
+)
+def test_registers_are_bounded_where_a_row_fits_them(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, row_stride: int, limit: int | None
+) -> None:
+    x = torch.empty(4, row_stride, dtype=dtype, device="meta")[:, :8192]
+    weight = None if weight_dtype is None else torch.empty(8192, dtype=weight_dtype, device="meta")
+    for name in COMPILE_TARGETS:
+        with planning(COMPILE_TARGETS[name]) as launches:
+            rmsnorm(x, weight)
+        (launch,) = launches
+        assert dict(launch.options).get("maxnreg") == (limit if name.startswith("sm_") else None)
