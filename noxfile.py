@@ -26,6 +26,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 CORE, TESTKIT, REPOSITORY = "tk-kernel-core", "tk-testkit", "repository"
 KERNELS = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/tk-*/pyproject.toml"))}
 PROJECTS = {CORE: ROOT / "shared" / CORE, TESTKIT: ROOT / "shared" / TESTKIT, **KERNELS}
+ASV = ("python", "-m", "asv")
 # Exit codes of perf/gate.py.
 VERDICTS = [0, 10, 20, 30]
 KERNEL_PACKAGES = [name.replace("-", "_") for name in KERNELS]
@@ -308,15 +309,15 @@ def bench(session: nox.Session) -> None:
 
 
 def install_asv(session: nox.Session) -> None:
-    """Install asv."""
+    """Install asv, in sight of the packages of the Python that runs nox: a GPU machine brings its own torch."""
+    packages = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    # --system-site-packages would pass over those of a virtual environment.
+    seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    Path(str(packages).strip(), "running_python.pth").write_text("\n".join(seen) + "\n")
     session.install("asv", "asv_runner", "virtualenv", "-c", str(CONSTRAINTS))
 
 
-# The history of a GPU machine is taken with the torch that the machine brings.
-with_system_packages = nox.session(venv_params=["--system-site-packages"])
-
-
-@with_system_packages
+@nox.session
 def perf(session: nox.Session) -> None:
     """Record the performance of commits in perf/results; `-- RANGE` as asv takes it, the last commit by default."""
     install_asv(session)
@@ -327,12 +328,12 @@ def perf(session: nox.Session) -> None:
         what = ["--environment", f"system:{python}", "--launch-method", "spawn", "--bench", "^gpu|^host"]
     folder = ROOT / "perf" / "results" / machine
     before = {file: file.stat().st_mtime_ns for file in folder.glob("*-*.json")}
-    session.run("asv", "run", "--machine", machine, "--show-stderr", *what, *(session.posargs or ["HEAD^!"]))
+    session.run(*ASV, "run", "--machine", machine, "--show-stderr", *what, *(session.posargs or ["HEAD^!"]))
     if before == {file: file.stat().st_mtime_ns for file in folder.glob("*-*.json")}:
         session.error("asv recorded nothing")
 
 
-@with_system_packages
+@nox.session
 def perf_gate(session: nox.Session) -> None:
     """Judge a commit's speed: `-- BASE HEAD`, then options of asv; exit codes 0, 10, 20, 30 as perf/gate.py has them.
 
@@ -372,7 +373,7 @@ def perf_gate(session: nox.Session) -> None:
     settings = json.loads((ROOT / "asv.conf.json").read_text())
     configuration.write_text(json.dumps({**settings, "results_dir": str(results)}))
     turns = ["--launch-method", "spawn", "--interleave-rounds", "--append-samples", "--show-stderr"]
-    command = ["asv", "--config", str(configuration), "continuous", base, head, "--machine", machine, *turns, *what]
+    command = [*ASV, "--config", str(configuration), "continuous", base, head, "--machine", machine, *turns, *what]
     # asv's own exit codes tell a slower benchmark, a failed one and an empty selection: the gate judges all three.
     session.run(*command, *options, success_codes=[0, 1, 2])
 
@@ -391,7 +392,7 @@ def perf_gate(session: nox.Session) -> None:
 def perf_publish(session: nox.Session) -> None:
     """Build the site of the performance history in .asv/html; needs npm."""
     install_asv(session)
-    session.run("asv", "publish")
+    session.run(*ASV, "publish")
     modules = Path(session.create_tmp())
     for name in ("package.json", "package-lock.json"):
         shutil.copy(ROOT / "perf" / "site" / name, modules)

@@ -1,13 +1,12 @@
 """An environment of asv for machines that bring torch and Triton: `asv run --environment system:3.12`.
 
-It is a virtual environment that sees the system's packages, so that only this repository's wheels are installed
-and no registry is needed. asv's own `existing` environment can take neither ranges of commits nor two in turns.
-What lies in PYTHONPATH is seen where ASV_PYTHONPATH says so too.
+It is a virtual environment that sees the packages of the Python that runs asv, so that only this repository's
+wheels are installed and no registry is needed. asv's own `existing` environment can take neither ranges of commits
+nor two in turns.
 """
 
 from __future__ import annotations
 
-import site
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -52,10 +51,11 @@ class SystemPackages(environment.Environment):  # type: ignore[misc]  # asv has 
         return name
 
     def _setup(self) -> None:
-        subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", self._path], check=True)
-        # Where the running Python is a virtual environment itself, that option passes over its packages.
+        subprocess.run([sys.executable, "-m", "venv", self._path], check=True)
+        # --system-site-packages would pass over those of a virtual environment, which the running Python may be.
+        seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         packages = Path(self._path) / "lib" / f"python{_running()}" / "site-packages"
-        (packages / "running_python.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+        (packages / "running_python.pth").write_text("\n".join(seen) + "\n")
 
     def run(self, args: list[str], **kwargs: Any) -> str:
         """Run the environment's Python."""

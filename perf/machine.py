@@ -21,11 +21,11 @@ AOT = "aot"
 
 
 def gpu_facts() -> dict[str, Any] | None:
-    """Return what the core knows of the GPU here, asked of the Python that brings torch; None without a GPU."""
-    # asv runs in a virtual environment, which may not see that Python's packages.
-    python = getattr(sys, "_base_executable", sys.executable)
-    command = [python, str(ROOT / "run_from_source.py"), "device", "--json"]
+    """Return what the core knows of the GPU here; None without a GPU, or without what it takes to look for one."""
+    command = [sys.executable, str(ROOT / "run_from_source.py"), "device", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Why a machine with a GPU counts as one without.
+    sys.stderr.write(done.stderr)
     facts: dict[str, Any] | None = json.loads(done.stdout) if done.returncode == 0 else None
     return facts
 
