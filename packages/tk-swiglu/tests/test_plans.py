@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tk_kernel_core.numerics import rounding_tolerance
-from tk_swiglu import _plans, swiglu_fused, swiglu_packed, swiglu_torch
+from tk_swiglu import _ops, _plans, swiglu_fused, swiglu_packed, swiglu_torch, swiglu_with_bias
 from tk_swiglu._operators import swiglu_backward
 from tk_swiglu._reference import swiglu_backward_torch, unpacked
 from tk_testkit.close import assert_close
@@ -72,6 +72,65 @@ def test_forward_calls_are_told_apart(device: str) -> None:
         assert_close(got, want.to(call["gate_dtype"]), rounding_tolerance(call["gate_dtype"], 16), str(change))
         # A call on copies keeps a plan for the copies too.
         assert len(_plans._PLANS) >= count
+
+
+def call_publicly(call: dict[str, Any], gate: Any, up: Any, bias: Any, bias_up: Any, out: Any) -> torch.Tensor:
+    numbers = {name: call[name] for name in ("alpha", "beta", "limit")}
+    if call["layout"] != "separate":
+        order = "gate_first" if call["gate_first"] else "up_first"
+        return swiglu_packed(gate, bias, layout=call["layout"], order=order, out=out, **numbers)
+    if bias is None:
+        return swiglu_fused(gate, up, out=out, **numbers)
+    return swiglu_with_bias(gate, up, bias, bias_up, out=out, **numbers)
+
+
+@pytest.mark.parametrize("into", ["a new tensor", "out", "the gate", "up"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_call_like_a_recent_one_takes_its_plan(
+    into: str, has_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown: list[Any] = []
+    takes_operator = _ops.takes_operator
+    monkeypatch.setattr(_ops, "takes_operator", lambda *tensors: unknown.append(1) or takes_operator(*tensors))
+    monkeypatch.setattr(_ops, "_RECENT", type(_ops._RECENT)())
+    for change in ({}, *CHANGES):
+        call = {**CALL, **change}
+        in_place = into in ("the gate", "up")
+        if in_place and (call["layout"] != "separate" or {"up_dtype", "gate_dtype", "row_gap"} & set(change)):
+            # Not to be had in place, or nothing that a copy would keep.
+            continue
+        tensors = tensors_of(call, device)
+        if not has_bias:
+            tensors[2:] = [None, None]
+            if "bias_stride" in change or "bias_dtype" in change:
+                continue
+        form = form_of(call)
+        exact = unpacked(*(None if part is None else part.double() for part in tensors), *form[:2])
+        want = swiglu_torch(*exact, alpha=form.alpha, beta=form.beta, limit=form.limit).to(call["gate_dtype"])
+        counts = []
+        for _ in range(3):
+            fresh = [None if part is None else part.clone() for part in tensors[:2]] + tensors[2:]
+            if not in_place:
+                fresh = tensors
+            out = {"a new tensor": None, "out": torch.empty_like(want), "the gate": fresh[0], "up": fresh[1]}[into]
+            unknown.clear()
+            got = call_publicly(call, *fresh, out)
+            counts.append(len(unknown))
+            assert out is None or got is out
+            assert_close(got, want, rounding_tolerance(call["gate_dtype"], 16), str(change))
+        assert counts[0] == 1, f"{change} took the plan of another call"
+        assert counts[1:] == [0, 0], f"{change} was not known after a call"
+
+
+def test_gradients_wanted_after_calls_without_are_not_lost(device: str) -> None:
+    gate = torch.nn.Parameter(torch.randn(3, 40, device=device))
+    up = torch.randn(3, 40, device=device)
+    with torch.no_grad():
+        for _ in range(2):
+            swiglu_fused(gate, up)
+    swiglu_fused(gate, up).sum().backward()
+    assert gate.grad is not None
+    assert gate.grad.abs().min() > 0
 
 
 def test_backward_calls_are_told_apart(device: str) -> None:

@@ -6,10 +6,13 @@ from typing import Any, Literal
 
 import torch
 
+from tk_kernel_core.recent import RecentPlans
 from tk_kernel_core.registration import takes_operator
 from tk_rmsnorm import _operators, _plans
+from tk_rmsnorm._plans import Form, Plan
 
 Casting = Literal["fp32", "llama"]
+_RECENT: RecentPlans[Plan] = RecentPlans()
 
 
 def rmsnorm(
@@ -43,11 +46,8 @@ def rmsnorm(
     Source:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if takes_operator(x, weight):
-        _check_eager(x, None, weight, eps, weight_offset, casting, "norm")
-        result: torch.Tensor = _operators.rmsnorm(x, weight, eps, weight_offset, casting)
-        return result
-    return _plans.forward(x, None, weight, eps, weight_offset, casting, "norm")
+    y: torch.Tensor = _call("norm", x, None, weight, eps, weight_offset, casting)
+    return y
 
 
 def rmsnorm_residual_fused(
@@ -76,11 +76,8 @@ def rmsnorm_residual_fused(
         TypeError: An argument is no tensor or has an unsupported dtype.
         ValueError: Shapes or devices do not fit, or a number lies outside its range.
     """
-    if takes_operator(x, residual, weight):
-        _check_eager(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
-        result: torch.Tensor = _operators.rmsnorm_residual(x, residual, weight, eps, weight_offset, casting)
-        return result
-    return _plans.forward(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
+    y: torch.Tensor = _call("norm_of_sum", x, residual, weight, eps, weight_offset, casting)
+    return y
 
 
 def fused_add_rmsnorm(
@@ -111,13 +108,10 @@ def fused_add_rmsnorm(
         TypeError: An argument is no tensor or has an unsupported dtype.
         ValueError: Shapes or devices do not fit, or a number lies outside its range.
     """
-    if takes_operator(x, residual, weight):
-        _check_eager(x, residual, weight, eps, weight_offset, casting, "norm_and_sum")
-        result: tuple[torch.Tensor, torch.Tensor] = _operators.fused_add_rmsnorm(
-            x, residual, weight, eps, weight_offset, casting
-        )
-        return result
-    return _plans.forward(x, residual, weight, eps, weight_offset, casting, "norm_and_sum")
+    y_and_sum: tuple[torch.Tensor, torch.Tensor] = _call(
+        "norm_and_sum", x, residual, weight, eps, weight_offset, casting
+    )
+    return y_and_sum
 
 
 def fused_add_rmsnorm_(
@@ -152,27 +146,46 @@ def fused_add_rmsnorm_(
     """
     if x is residual:
         raise ValueError("x and residual are both written in place and must not share memory")
+    _call("in_place", x, residual, weight, eps, weight_offset, casting)
+    return x, residual
+
+
+def _call(form: Form, x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str) -> Any:
+    tensors: tuple[Any, ...] = (x, weight) if residual is None else (x, residual, weight)
+    if weight is None:
+        tensors = tensors[:-1]
+    known_as = form, weight is None, eps, weight_offset, casting
+    plan = _RECENT.find(known_as, tensors)
+    if plan is None:
+        if takes_operator(*tensors):
+            return _call_operator(form, x, residual, weight, eps, weight_offset, casting)
+        plan = _plans.plan_of(x, residual, weight, eps, weight_offset, casting, form)
+        _RECENT.remember(known_as, tensors, plan)
+    return plan(x, residual, weight)
+
+
+def _call_operator(
+    form: Form, x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str
+) -> Any:
+    if not torch.compiler.is_compiling():
+        # Before the dispatcher words the error; while compiling, the fake implementation checks.
+        _plans.check_arguments(x, residual, weight, eps, weight_offset, casting, form)
+    if form == "norm":
+        return _operators.rmsnorm(x, weight, eps, weight_offset, casting)
+    if form == "norm_of_sum":
+        return _operators.rmsnorm_residual(x, residual, weight, eps, weight_offset, casting)
+    if form == "norm_and_sum":
+        return _operators.fused_add_rmsnorm(x, residual, weight, eps, weight_offset, casting)
     if torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (x, residual, weight)
     ):
-        _check_eager(x, residual, weight, eps, weight_offset, casting, "in_place")
         # Before anything is written.
         for tensor in (x, residual):
             if tensor.is_leaf and tensor.requires_grad:
                 raise RuntimeError("x and residual are written in place and must not be leaves that require a gradient")
-        y, total = fused_add_rmsnorm(x, residual, weight, eps, weight_offset=weight_offset, casting=casting)
+        y, total = _operators.fused_add_rmsnorm(x, residual, weight, eps, weight_offset, casting)
         # Autograd tracks in-place writes through copy_.
         x.copy_(y)
         residual.copy_(total)
-    elif takes_operator(x, residual, weight):
-        _check_eager(x, residual, weight, eps, weight_offset, casting, "in_place")
-        _operators.fused_add_rmsnorm_(x, residual, weight, eps, weight_offset, casting)
-    else:
-        _plans.forward(x, residual, weight, eps, weight_offset, casting, "in_place")
-    return x, residual
-
-
-def _check_eager(*arguments: Any) -> None:
-    """Check arguments before the dispatcher words the error; while compiling, the fake implementation checks."""
-    if not torch.compiler.is_compiling():
-        _plans.check_arguments(*arguments)
+        return None
+    return _operators.fused_add_rmsnorm_(x, residual, weight, eps, weight_offset, casting)

@@ -7,7 +7,7 @@ It is decided once for each such combination and kept as a plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 
@@ -56,31 +56,11 @@ def check_arguments(
     check_choice("casting", casting, ("fp32", "llama"))
 
 
-@overload
-def forward(
-    x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Literal["norm_and_sum"]
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def forward(
-    x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Literal["in_place"]
-) -> None: ...
-
-
-@overload
-def forward(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    eps: float,
-    weight_offset: float,
-    casting: str,
-    form: Literal["norm", "norm_of_sum"],
-) -> torch.Tensor: ...
-
-
 def forward(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Form) -> Any:
+    return plan_of(x, residual, weight, eps, weight_offset, casting, form)(x, residual, weight)
+
+
+def plan_of(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Form) -> Plan:
     try:
         # What decides the plan, asked for in the cheapest way. A weight is a vector, or there is no plan.
         key = (
@@ -106,7 +86,7 @@ def forward(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float
         if form == "in_place" and not x.is_meta:
             plan = _in_place(plan, x, residual)
         _PLANS.remember(key, plan, x.device)
-    return plan(x, residual, weight)
+    return plan
 
 
 def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str, form: Form) -> Plan:

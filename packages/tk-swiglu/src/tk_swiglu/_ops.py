@@ -7,12 +7,14 @@ from typing import Any, Literal
 import torch
 
 from tk_kernel_core.checks import check_choice, check_tensor
+from tk_kernel_core.recent import RecentPlans
 from tk_kernel_core.registration import takes_operator
 from tk_swiglu import _operators, _plans
-from tk_swiglu._plans import Form
+from tk_swiglu._plans import Form, Plan
 
 Layout = Literal["concat", "interleaved"]
 Order = Literal["gate_first", "up_first"]
+_RECENT: RecentPlans[Plan] = RecentPlans()
 
 
 def swiglu_fused(
@@ -130,8 +132,23 @@ def swiglu_packed(
 
 
 def _swiglu(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> torch.Tensor:
-    if not takes_operator(gate, up, bias, bias_up, out):
-        return _plans.forward(gate, up, bias, bias_up, form, out)
+    tensors: tuple[Any, ...] = (gate,) if up is None else (gate, up)
+    if bias is not None:
+        tensors += (bias,) if bias_up is None else (bias, bias_up)
+    in_place = out is gate, out is up
+    if out is not None and not any(in_place):
+        tensors += (out,)
+    known_as = form, bias is None, out is not None and in_place
+    plan = _RECENT.find(known_as, tensors)
+    if plan is None:
+        if takes_operator(*tensors):
+            return _call_operator(gate, up, bias, bias_up, form, out)
+        plan = _plans.plan_of(gate, up, bias, bias_up, form, out)
+        _RECENT.remember(known_as, tensors, plan)
+    return plan(gate, up, bias, bias_up, out)
+
+
+def _call_operator(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> torch.Tensor:
     if out is not None or not torch.compiler.is_compiling():
         # Before the dispatcher words the error; while compiling, the fake implementation checks.
         _plans.check_arguments(gate, up, bias, bias_up, form, out)

@@ -105,6 +105,10 @@ def result_shape(gate: torch.Tensor, layout: str) -> tuple[int, ...]:
 
 
 def forward(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any = None) -> torch.Tensor:
+    return plan_of(gate, up, bias, bias_up, form, out)(gate, up, bias, bias_up, out)
+
+
+def plan_of(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> Plan:
     try:
         # What decides the plan, asked for in the cheapest way.
         key = (
@@ -129,7 +133,7 @@ def forward(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any = 
         if out is not None and not out.is_meta:
             plan = _into(plan, gate, up, bias, bias_up, form, out)
         _PLANS.remember(key, plan, gate.device)
-    return plan(gate, up, bias, bias_up, out)
+    return plan
 
 
 def _plan(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> Plan:
