@@ -314,7 +314,8 @@ def install_asv(session: nox.Session) -> None:
     # --system-site-packages would pass over those of a virtual environment.
     seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     Path(str(packages).strip(), "running_python.pth").write_text("\n".join(seen) + "\n")
-    session.install("asv", "asv_runner", "virtualenv", "-c", str(CONSTRAINTS))
+    # The last two are for what asks the core about the GPU.
+    session.install("asv", "asv_runner", "virtualenv", "pydantic", "rich", "-c", str(CONSTRAINTS))
 
 
 @nox.session
@@ -342,7 +343,6 @@ def perf_gate(session: nox.Session) -> None:
     if len(session.posargs) < 2:
         session.error("wanted two commits: nox -s perf_gate -- BASE HEAD")
     install_asv(session)
-    session.install("pydantic", "-c", str(CONSTRAINTS))
 
     def git(*arguments: str, **environment: str) -> str:
         command = ["git", *arguments]
