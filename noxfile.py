@@ -326,7 +326,7 @@ def perf(session: nox.Session) -> None:
     what = ["--environment", "virtualenv", "--bench", "^resources|track_size"]
     if machine != "aot":
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        what = ["--environment", f"system:{python}", "--launch-method", "spawn", "--bench", "^gpu|^host"]
+        what = ["--environment", f"system:{python}", "--bench", "^gpu|^host"]
     folder = ROOT / "perf" / "results" / machine
     before = {file: file.stat().st_mtime_ns for file in folder.glob("*-*.json")}
     session.run(*ASV, "run", "--machine", machine, "--show-stderr", *what, *(session.posargs or ["HEAD^!"]))
@@ -372,7 +372,7 @@ def perf_gate(session: nox.Session) -> None:
     configuration = ROOT / ".asv.gate.conf.json"
     settings = json.loads((ROOT / "asv.conf.json").read_text())
     configuration.write_text(json.dumps({**settings, "results_dir": str(results)}))
-    turns = ["--launch-method", "spawn", "--interleave-rounds", "--append-samples", "--show-stderr"]
+    turns = ["--interleave-rounds", "--append-samples", "--show-stderr"]
     command = [*ASV, "--config", str(configuration), "continuous", base, head, "--machine", machine, *turns, *what]
     # asv's own exit codes tell a slower benchmark, a failed one and an empty selection: the gate judges all three.
     session.run(*command, *options, success_codes=[0, 1, 2])

@@ -1,4 +1,7 @@
-"""Suites of asv. Nothing here imports torch before a benchmark runs: asv starts a process for every result."""
+"""Suites of asv. Nothing here imports torch before a benchmark runs.
+
+asv forks a process for every result from one that has imported these modules: a GPU in use would not survive that.
+"""
 
 from __future__ import annotations
 

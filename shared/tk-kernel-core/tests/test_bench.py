@@ -203,6 +203,15 @@ def test_bench_lets_kernel_and_baselines_take_turns(scripted: Any) -> None:
     assert (baseline.ratio, baseline.bar, baseline.bar_met) == (0.25, 0.3, True)
 
 
+def test_a_kernel_alone_takes_no_turns(scripted: Any) -> None:
+    order = scripted({doubled: [10.0]})
+    spec = make_spec()
+    (result,) = bench_kernel(spec, [spec.cases["first"]], "cuda", H200, baselines=())
+    assert order == [doubled]
+    assert result.timing is not None
+    assert result.timing.latency_us == 10.0
+
+
 def test_the_ratio_is_the_median_of_the_rounds(scripted: Any) -> None:
     def other(inputs: Inputs) -> torch.Tensor:
         return doubled(inputs)
@@ -319,10 +328,10 @@ def test_baselines_must_exist() -> None:
 
 
 def test_host_time_is_the_median_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([7.0, 9.0, 8.0])
+    times = iter([7.0, 1.0, 9.0, 1.0, 8.0, 1.0])
     monkeypatch.setattr(bench, "measure", lambda *args, **options: measurement(5.0, host_us=next(times)))
     monkeypatch.setattr(bench, "rotated_inputs", lambda make, device: [make(0)])
-    spec = make_spec()
+    spec = make_spec(baselines={"torch": doubled})
     (result,) = bench_kernel(spec, [spec.cases["first"]], "cuda", H200)
     assert result.timing is not None
     assert result.timing.host_us == 8.0
