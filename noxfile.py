@@ -310,10 +310,10 @@ def bench(session: nox.Session) -> None:
 
 def install_asv(session: nox.Session) -> None:
     """Install asv, in sight of the packages of the Python that runs nox: a GPU machine brings its own torch."""
-    packages = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
     # --system-site-packages would pass over those of a virtual environment.
     seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    Path(str(packages).strip(), "running_python.pth").write_text("\n".join(seen) + "\n")
+    for packages in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
+        (packages / "running_python.pth").write_text("\n".join(seen) + "\n")
     # The last two are for what asks the core about the GPU.
     session.install("asv", "asv_runner", "virtualenv", "pydantic", "rich", "-c", str(CONSTRAINTS))
 
