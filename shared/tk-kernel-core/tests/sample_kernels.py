@@ -103,6 +103,37 @@ def dependent_copy_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + offsets, tl.load(x_ptr + offsets))
 
 
+@triton.jit
+def _nibbles(words, SHIFT: tl.constexpr):
+    # The bits of an integer below 1024 are the last ones of 1024 more, as a half-precision number.
+    return (((words >> SHIFT) & 15) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1032.0
+
+
+@triton.jit
+def computed_operand_kernel(out_ptr, words_ptr, x_ptr, k_size, CHAINED: tl.constexpr, BLOCK_M: tl.constexpr):
+    columns = tl.arange(0, 64)
+    rows = tl.arange(0, BLOCK_M)
+    total = tl.zeros([64, BLOCK_M], tl.float32)
+    x_desc = tl.make_tensor_descriptor(x_ptr, [BLOCK_M, k_size], [k_size, 1], [BLOCK_M, 128])
+    # [warps, tiles, words of a warp]
+    words_offsets = tl.arange(0, 4)[:, None, None] * (k_size * 2) + tl.arange(0, 2)[None, :, None] * 128
+    words_offsets += tl.arange(0, 128)[None, None, :]
+    for k in tl.range(0, k_size, 128, num_stages=3):
+        words = tl.load(words_ptr + k * 2 + words_offsets)
+        a = tl.join(
+            tl.join(tl.join(_nibbles(words, 0), _nibbles(words, 16)), tl.join(_nibbles(words, 4), _nibbles(words, 20))),
+            tl.join(
+                tl.join(_nibbles(words, 8), _nibbles(words, 24)), tl.join(_nibbles(words, 12), _nibbles(words, 28))
+            ),
+        )
+        a = tl.permute(tl.reshape(a, [4, 2, 8, 4, 2, 2, 2, 2, 2]), (0, 5, 2, 1, 4, 8, 7, 3, 6))
+        total = tl.dot(tl.reshape(a, [64, 128]), x_desc.load([0, k]).T, total)
+        if not CHAINED:
+            # Opaque to the compiler, which then waits for the product here.
+            total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+    tl.store(out_ptr + rows[None, :] * 64 + columns[:, None], total)
+
+
 def not_a_kernel() -> None:
     pass
 
@@ -139,3 +170,8 @@ def dot_launch(dtype: torch.dtype, in_fp32: bool = False) -> KernelLaunch:
 def spilling_launch(**options: Any) -> KernelLaunch:
     launch = prepare("normalize_kernel", BLOCK=8192, options={"num_warps": 1, **options})
     return launch.describe(meta(1, torch.float32), meta(1, torch.float32))
+
+
+def computed_operand_launch(block_m: int, chained: bool) -> KernelLaunch:
+    launch = prepare("computed_operand_kernel", 4096, CHAINED=chained, BLOCK_M=block_m, options={"num_warps": 4})
+    return launch.describe(meta(1, torch.float32), meta(1, torch.int32), meta(1, torch.float16))

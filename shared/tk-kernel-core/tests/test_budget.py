@@ -295,3 +295,13 @@ def test_budget_catches_what_changes_in_real_kernels() -> None:
     place = "tk-sample, rows, sm_90, normalize_kernel"
     for what in ("registers: wanted at most", "spill_bytes: wanted at most 0", "st.local instructions: wanted 0"):
         assert any(sentence.startswith(f"{place}: {what}") for sentence in spilling)
+
+
+@pytest.mark.parametrize("made_with", ["3.5.1", triton.__version__])
+def test_overwritten_operands_break_any_budget(budget: Budget, made_with: str) -> None:
+    made = budget.model_copy(update={"triton": made_with})
+    check = check_budget(SPEC, reports_of(kernel("sm_90", overwritten_operands=28)), made)
+    assert check.outcome == "violated"
+    assert [str(violation) for violation in check.violations] == [
+        "tk-sample, decode, sm_90, norm_kernel: instructions that overwrite what wgmma reads: wanted 0, found 28"
+    ]

@@ -20,7 +20,7 @@ for all of its specialisations in that case. Entries of cases, targets and kerne
 violations as well.
 
 The figures belong to the Triton release that made them. Under another one a check still lists the violations,
-but does not fail.
+but does not fail. What `tk_kernel_core.hazards` finds is a violation, and a failure, under any of them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from tk_kernel_core.targets import COMPILE_TARGETS
 
 _EXPECTED_FAMILIES = (*MATRIX_FAMILIES, "ld.global.v4", "st.global.v4", "cp.async.v4")
 _SPILL_FAMILY = "st.local"
+_HAZARD = "instructions that overwrite what wgmma reads"
 
 
 def _known_family(family: str) -> str:
@@ -135,7 +136,8 @@ class BudgetCheck(BaseModel):
         """`kept` without violations; with some, `violated`, or `other-triton` where that does not count."""
         if not self.violations:
             return "kept"
-        return "violated" if self.budget_triton == self.used_triton else "other-triton"
+        counts = self.budget_triton == self.used_triton or any(one.what == _HAZARD for one in self.violations)
+        return "violated" if counts else "other-triton"
 
 
 def make_budget(spec: KernelSpec, reports: Iterable[CaseResources]) -> Budget:
@@ -309,6 +311,8 @@ def _broken(limits: KernelBudget, found: KernelResources) -> Iterator[tuple[str,
         limit, amount = getattr(limits, name), getattr(found, name)
         if amount > limit:
             yield name, f"at most {limit}", amount
+    if found.overwritten_operands:
+        yield _HAZARD, "0", found.overwritten_operands
     for family in limits.must_have:
         if family not in found.instructions:
             yield f"{family} instructions", "at least 1", 0

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from tk_kernel_core.aot import CompiledObject, compile_launch, specialization_key
+from tk_kernel_core.hazards import overwritten_operands
 from tk_kernel_core.spec import Case, KernelSpec
 from tk_kernel_core.targets import COMPILE_TARGETS, Target
 
@@ -69,6 +70,8 @@ class KernelResources(BaseModel):
         code_bytes: Size of the machine code.
         instructions_total: Number of instructions, padding excluded.
         instructions: Number of instructions of each family that occurs, in alphabetical order.
+        overwritten_operands: Number of instructions that overwrite what a wgmma may still read. Any is a fault of the
+            compiler, and the kernel's results are wrong; see `tk_kernel_core.hazards`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,6 +86,7 @@ class KernelResources(BaseModel):
     code_bytes: int
     instructions_total: int
     instructions: dict[str, int]
+    overwritten_operands: int = 0
 
 
 class CaseResources(BaseModel):
@@ -190,6 +194,7 @@ def _inspect_nvidia(compiled: CompiledObject) -> dict[str, Any]:
         "code_bytes": 16 * len(opcodes),
         "instructions_total": len(opcodes) - opcodes.count("NOP"),
         "instructions": dict(sorted(counts.items())),
+        "overwritten_operands": len(overwritten_operands(listing)),
     }
 
 
