@@ -1,6 +1,6 @@
 """Describe this machine to asv, and print the name that its results go under.
 
-With a GPU, that is the GPU's name; GPU, driver and host are recorded, and asv's site offers them as selectors: a
+With a GPU, that is the GPU's name; GPU, driver and processor are recorded, and asv's site offers them as selectors: a
 changed driver begins a new line instead of a step. Without one the name is `aot`: ahead-of-time compilation gives
 the same figures on any host, so all of them share one series.
 """
