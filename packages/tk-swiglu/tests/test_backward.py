@@ -144,9 +144,8 @@ def test_biases_count_before_the_clamp(form: str, device: str) -> None:
     assert all(bool((gradient == 0).all()) for gradient in gradients)
 
 
-@pytest.mark.parametrize("numbers", [PLAIN, TIGHT], ids=["plain", "tight"])
+@pytest.mark.parametrize(("width", "numbers"), [(64, PLAIN), (64, TIGHT), (1500, TIGHT)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("width", [64, 1500])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_a_program_with_many_rows_adds_up_all_of_them(
     width: int, form: str, numbers: dict[str, object], device: str, monkeypatch: pytest.MonkeyPatch
@@ -276,8 +275,7 @@ def test_second_derivatives(form: str, has_bias: bool, numbers: dict[str, object
     assert_close(got, tuple(part.float() for part in want), tolerance)
 
 
-@pytest.mark.parametrize("limit", [None, 7.0])
-@pytest.mark.parametrize("alpha", [1.0, 1.702])
+@pytest.mark.parametrize(("alpha", "limit"), [(1.0, None), (1.702, 7.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_finite_gate_of_16_bits(dtype: torch.dtype, alpha: float, limit: float | None, device: str) -> None:
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
