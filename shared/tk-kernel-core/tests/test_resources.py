@@ -221,7 +221,7 @@ def test_output_that_is_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = compile_launch(copy_launch(), COMPILE_TARGETS["sm_90"])
     with pytest.raises(RuntimeError, match="cuobjdump failed with code"):
         inspect(dataclasses.replace(cuda, binary=b"not a cubin"))
-    monkeypatch.setattr(resources, "_disassemble", lambda binary: "another format")
+    monkeypatch.setattr(resources, "disassemble", lambda binary: "another format")
     with pytest.raises(RuntimeError, match="output of cuobjdump for the kernel copy_kernel is not understood"):
         inspect(cuda)
     hip = compile_launch(copy_launch(), COMPILE_TARGETS["gfx942"])

@@ -175,7 +175,7 @@ def inspect(compiled: CompiledObject) -> KernelResources:
 
 
 def _inspect_nvidia(compiled: CompiledObject) -> dict[str, Any]:
-    listing = _disassemble(compiled.binary)
+    listing = disassemble(compiled.binary)
     usage = re.findall(r"REG:(\d+) STACK:(\d+)", listing)
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing, re.MULTILINE)
     if not usage or not opcodes:
@@ -233,7 +233,7 @@ def _count(classified: Iterator[tuple[str | None, int]]) -> tuple[Counter[str], 
     return counts, spill_bytes
 
 
-def _disassemble(binary: bytes) -> str:
+def disassemble(binary: bytes) -> str:
     """Return cuobjdump's resource usage and machine code of a cubin."""
     from triton import knobs
 
