@@ -1,7 +1,4 @@
-"""Budgets catch what makes kernels slow: each proof spoils a copy of a real package and sees its budget broken.
-
-That lost tensor cores are caught is proved beside the core's own tests, as no package multiplies matrices.
-"""
+"""Budgets catch what makes kernels slow: each proof spoils a copy of a real package and sees its budget broken."""
 
 from __future__ import annotations
 
@@ -84,6 +81,18 @@ def test_lost_alignment_hint_is_caught_as_lost_16_byte_accesses(copy_of: CopyOf)
         place = f"tk-swiglu, {case}, {target}, swiglu_forward_kernel"
         assert f"{place}: ld.global.v4 instructions: wanted at least 1, found 0" in wrong
         assert f"{place}: st.global.v4 instructions: wanted at least 1, found 0" in wrong
+
+
+def test_operands_cast_to_fp32_are_caught_as_lost_matrix_units(copy_of: CopyOf) -> None:
+    case, targets = "llama2-7b-plain-decode", ("sm_80", "sm_90", "gfx942")
+    assert violations_of(copy_of("tk-int8-gemm", "unchanged", {}), case, targets) == []
+
+    spoilt = "tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision='ieee')"
+    cast = copy_of("tk-int8-gemm", "cast", {"_kernels.py": {"tl.dot(weight, x)": spoilt}})
+    wrong = [str(violation) for violation in violations_of(cast, case, targets)]
+    for target, unit in zip(targets, ("mma.sync", "mma.sync", "v_mfma"), strict=True):
+        place = f"tk-int8-gemm, {case}, {target}, int8_gemm_kernel"
+        assert f"{place}: {unit} instructions: wanted at least 1, found 0" in wrong
 
 
 def test_tile_too_large_for_its_warps_is_caught_as_spilling(copy_of: CopyOf) -> None:

@@ -1,0 +1,345 @@
+"""Device code for few rows of activations: y = ((x @ codes^T) - zero_point * sum(x)) * scale + bias.
+
+Such a product takes as long as reading its weight, so everything serves that stream. The weight is the left
+operand of the matrix instruction, 16 output features by 16 of K, and the rows of x are its 8 columns. A tile is
+16 output features; a group is 128 of K. A program works on TILES tiles. Each of its warps takes groups of its own,
+and their sums are added up at the end.
+
+Dimensions are in an order that makes the layout the compiler gives to a load (16 bytes a thread along the last
+dimension, then lanes and warps along the first, the rest in registers) the operand layout of the matrix
+instruction, so that no operand passes through shared memory. K is taken in another order than it is stored in, the
+same for both operands: block of 32, pair in a half octet, octet, half of it, element of the pair. Then 8 consecutive
+elements of x are in the registers that two instructions take them from.
+"""
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(128)
+BLOCKS = tl.constexpr(4)  # of 32 columns, in a group
+BLOCK_WORDS = tl.constexpr(128)  # of a block of a tile
+GROUP_WORDS = tl.constexpr(512)
+
+# A byte b under a high byte of 0x64 is 1024 + b in fp16, exactly; the code is b - 128.
+_TO_FP16 = tl.constexpr("""
+{
+.reg .b32 pair, offset;
+mov.b32 offset, 0xe480e480;
+prmt.b32 pair, $4, 0x64646464, 0x5150; add.f16x2 pair, pair, offset; mov.b32 {$0, $1}, pair;
+prmt.b32 pair, $4, 0x64646464, 0x5352; add.f16x2 pair, pair, offset; mov.b32 {$2, $3}, pair;
+}""")
+# bfloat16 has no 8 bits for that: a byte b below 0x4b0000 is 2^23 + b in fp32, and the code is exact in bfloat16.
+_TO_BF16 = tl.constexpr("""
+{
+.reg .b32 word, pair;
+.reg .f32 low, high;
+prmt.b32 word, $4, 0x4b000000, 0x7650; mov.b32 low, word; add.f32 low, low, 0fCB000080;
+prmt.b32 word, $4, 0x4b000000, 0x7651; mov.b32 high, word; add.f32 high, high, 0fCB000080;
+cvt.rn.bf16x2.f32 pair, high, low; mov.b32 {$0, $1}, pair;
+prmt.b32 word, $4, 0x4b000000, 0x7652; mov.b32 low, word; add.f32 low, low, 0fCB000080;
+prmt.b32 word, $4, 0x4b000000, 0x7653; mov.b32 high, word; add.f32 high, high, 0fCB000080;
+cvt.rn.bf16x2.f32 pair, high, low; mov.b32 {$2, $3}, pair;
+}""")
+_FOUR_HALVES = tl.constexpr("=h,=h,=h,=h,r")
+
+
+@triton.jit
+def _byte(words, SHIFT: tl.constexpr, dtype: tl.constexpr):
+    return (((words >> SHIFT) & 255).to(tl.float32) - 128.0).to(dtype)
+
+
+@triton.jit
+def dequantise(words, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The codes of words, [..., 2 elements of a pair, 2 pairs]."""
+    if not PTX:
+        b0, b1 = _byte(words, 0, dtype), _byte(words, 8, dtype)
+        b2, b3 = _byte(words, 16, dtype), _byte(words, 24, dtype)
+    elif dtype == tl.bfloat16:
+        b0, b1, b2, b3 = tl.inline_asm_elementwise(
+            _TO_BF16, _FOUR_HALVES, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1
+        )
+    else:
+        b0, b1, b2, b3 = tl.inline_asm_elementwise(
+            _TO_FP16, _FOUR_HALVES, [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
+        )
+    return tl.join(tl.join(b0, b1), tl.join(b2, b3))
+
+
+@triton.jit
+def _codes(words, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The codes of words [WARPS, TILES, BLOCKS, BLOCK_WORDS] as a left operand [WARPS, TILES * 16, GROUP]."""
+    WARPS: tl.constexpr = words.shape[0]
+    TILES: tl.constexpr = words.shape[1]
+    # warp, tile, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
+    codes = tl.reshape(dequantise(words, dtype, PTX), [WARPS, TILES, BLOCKS, 8, 4, 2, 2, 2, 2])
+    codes = tl.permute(codes, (0, 1, 5, 3, 2, 8, 4, 6, 7))
+    return tl.reshape(codes, [WARPS, TILES * 16, GROUP])
+
+
+@triton.jit
+def _ones(WARPS: tl.constexpr, dtype: tl.constexpr):
+    # Made like a weight: else the compiler gives it another operand layout, and x would have to be rearranged for it.
+    return _codes(tl.full([WARPS, 1, BLOCKS, BLOCK_WORDS], -0x7E7E7E7F, tl.int32), dtype, False)
+
+
+@triton.jit
+def _word_offsets(first_groups, N_GROUPS: tl.constexpr, TILES: tl.constexpr):
+    """Offsets of the words of one group of each warp, from the program's first tile, [WARPS, TILES, BLOCKS, WORDS]."""
+    tiles = tl.arange(0, TILES)[None, :, None, None]
+    words = tl.arange(0, BLOCKS)[None, None, :, None] * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, None, None, :]
+    return (tiles * N_GROUPS + first_groups[:, None, None, None]) * GROUP_WORDS + words
+
+
+@triton.jit
+def _load_words(ptrs, groups, N_GROUPS: tl.constexpr, SPARE: tl.constexpr):
+    # Nothing is read twice: the weight makes room first.
+    if SPARE:
+        exists = groups[:, None, None, None] < N_GROUPS
+        return tl.load(ptrs, mask=exists, other=0, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_x(ptrs, columns, IN_FEATURES: tl.constexpr, RAGGED: tl.constexpr):
+    if RAGGED:
+        return tl.load(ptrs, mask=columns < IN_FEATURES, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def _keep_loads_above(PTX: tl.constexpr):
+    # ptxas would move the loads of the weight down to their first use, and have few in flight.
+    if PTX:
+        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT_LAUNCH: tl.constexpr):
+    # In a loop only the first call waits.
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _scaled(total, x_sum, features, exists, scale_ptr, zero_point_ptr):
+    """(total - zero_point * x_sum) * scale, where features and exists broadcast to total."""
+    if zero_point_ptr is not None:
+        total -= tl.load(zero_point_ptr + features, mask=exists, other=0.0) * x_sum
+    return total * tl.load(scale_ptr + features, mask=exists, other=0.0)
+
+
+@triton.jit
+def _store(y_ptrs, total, exists, bias_ptrs, bias_exists):
+    if bias_ptrs is not None:
+        total += tl.load(bias_ptrs, mask=bias_exists, other=0.0).to(tl.float32)
+    tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def finish(
+    y_ptrs, total, places, exists, features, feature_exists, bias_ptr, partial_ptr, counter_ptr, SPLIT: tl.constexpr
+):
+    """Add up what the SPLIT programs of axis 1 found for the same results, add the bias, and store.
+
+    total, places and exists are of one shape: what this program found, where that goes in a partial result, and
+    which of it are results. features and feature_exists broadcast to it.
+    """
+    bias_ptrs = None if bias_ptr is None else bias_ptr + features
+    if SPLIT == 1:
+        _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
+    else:
+        SIZE: tl.constexpr = total.numel
+        program = tl.program_id(0).to(tl.int64)
+        partial_ptrs = partial_ptr + program * (SPLIT * SIZE) + places
+        tl.store(partial_ptrs + tl.program_id(1) * SIZE, total)
+        # Every thread has stored before one of them counts the program as done.
+        tl.debug_barrier()
+        n_done = tl.atomic_add(counter_ptr + program, 1, sem="acq_rel")
+        if n_done == SPLIT - 1:
+            # Whoever comes last adds up in one order, and leaves the counter as it found it.
+            total = tl.zeros_like(total)
+            for split in tl.static_range(SPLIT):
+                # Not from L1, which other programs' stores do not reach.
+                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
+            _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
+            tl.store(counter_ptr + program, 0)
+
+
+@triton.jit
+def int8_decode_row_kernel(
+    y_ptr,
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_point_ptr,
+    bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    n_features,
+    IN_FEATURES: tl.constexpr,
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """One row of x. The 8 columns of the matrix instruction are 8 groups of K, x being block-diagonal in them.
+
+    So x is loaded once and by all lanes, where eight rows of which seven are missing would idle most of them.
+    A warp takes 8 * ITERATIONS groups, AHEAD of which are on their way at a time.
+    """
+    N_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
+    COVERED: tl.constexpr = SPLIT * WARPS * ITERATIONS * 8
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    first_groups = (tl.program_id(1) * WARPS + tl.arange(0, WARPS)) * (8 * ITERATIONS)  # [WARPS]
+    codes_ptr += tl.program_id(0).to(tl.int64) * (TILES * N_GROUPS * GROUP_WORDS)
+    word_ptrs = codes_ptr + _word_offsets(first_groups, N_GROUPS, TILES)
+    # [8 groups, WARPS, BLOCKS, 32]
+    x_groups = tl.arange(0, 8)[:, None, None, None] + first_groups[None, :, None, None]
+    x_columns = tl.arange(0, BLOCKS)[None, None, :, None] * 32 + tl.arange(0, 32)[None, None, None, :]
+    x_columns += x_groups * GROUP
+    own_group = tl.arange(0, 8)[None, None, :]
+    sums = tl.zeros([WARPS, TILES * 16, 8], tl.float32)
+    x_sums = tl.zeros([WARPS, 16, 8], tl.float32)
+
+    for iteration in range(ITERATIONS):
+        for first in tl.static_range(0, 8, AHEAD):
+            words = ()
+            for ahead in tl.static_range(AHEAD):
+                step = iteration * 8 + first + ahead
+                loaded = _load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
+                words += (loaded,)
+            _keep_loads_above(PTX)
+            wait_for_predecessor(DEPENDENT_LAUNCH)
+            if first == 0:
+                columns = x_columns + iteration * (8 * GROUP)
+                x = load_x(x_ptr + columns, columns, IN_FEATURES, COVERED * GROUP != IN_FEATURES)
+                # group, warp, block, octet, half, pair, element
+                x = tl.permute(tl.reshape(x, [8, WARPS, BLOCKS, 4, 2, 2, 2]), (1, 2, 5, 3, 4, 6, 0))
+                x = tl.reshape(x, [WARPS, GROUP, 8])
+                if zero_point_ptr is not None:
+                    x_sums = tl.dot(_ones(WARPS, dtype), x, x_sums)
+            for ahead in tl.static_range(AHEAD):
+                if PTX:
+                    # One instruction for two elements, where a selection takes two for each.
+                    keep = tl.where(own_group == first + ahead, -1, 0).to(tl.int16)
+                    diagonal = tl.inline_asm_elementwise(
+                        "and.b32 $0, $1, $2;",
+                        "=r,r,r",
+                        [x, tl.broadcast_to(keep, x.shape)],
+                        dtype=x.dtype,
+                        is_pure=True,
+                        pack=2,
+                    )
+                else:
+                    diagonal = tl.where(own_group == first + ahead, x, 0.0).to(dtype)
+                sums = tl.dot(_codes(words[ahead], dtype, PTX), diagonal, sums)
+
+    total = tl.sum(tl.sum(sums, 2), 0)  # [TILES * 16]
+    x_sum = tl.sum(tl.sum(tl.sum(x_sums, 2), 0), 0) * 0.0625  # of 16 equal ones: exact
+    places = tl.arange(0, TILES * 16)
+    features = tl.program_id(0) * (TILES * 16) + places
+    exists = features < n_features
+    total = _scaled(total, x_sum, features, exists, scale_ptr, zero_point_ptr)
+    finish(y_ptr + features, total, places, exists, features, exists, bias_ptr, partial_ptr, counter_ptr, SPLIT)
+
+
+@triton.jit(do_not_specialize=["n_rows", "stride_x"])
+def int8_decode_kernel(
+    y_ptr,
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_point_ptr,
+    bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    n_rows,
+    n_features,
+    stride_x,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STEPS: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Up to BLOCK_M rows of x, which is 8 or 16.
+
+    A warp takes STEPS * ITERATIONS groups, of which AHEAD are on their way at a time; STEPS of them are unrolled.
+    Row i of x starts i * stride_x * ALIGNMENT elements into it, which shows the compiler how wide it may load.
+    """
+    N_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
+    COVERED: tl.constexpr = SPLIT * WARPS * ITERATIONS * STEPS
+    ROW_TILES: tl.constexpr = BLOCK_M // 8
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    first_groups = (tl.program_id(1) * WARPS + tl.arange(0, WARPS)) * (STEPS * ITERATIONS)  # [WARPS]
+    codes_ptr += tl.program_id(0).to(tl.int64) * (TILES * N_GROUPS * GROUP_WORDS)
+    word_ptrs = codes_ptr + _word_offsets(first_groups, N_GROUPS, TILES)
+    # [8 rows, WARPS, BLOCKS, ROW_TILES, 32]
+    x_rows = tl.arange(0, ROW_TILES)[None, None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None, None]
+    x_columns = tl.arange(0, BLOCKS)[None, None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, None, :]
+    x_columns += first_groups[None, :, None, None, None] * GROUP
+    # Rows that do not exist repeat the last one: a mask would cost an instruction for every element of x.
+    x_rows = tl.minimum(x_rows, n_rows - 1).to(tl.int64)
+    x_ptrs = x_ptr + (x_rows * stride_x * ALIGNMENT + x_columns)
+    sums = tl.zeros([WARPS, TILES * 16, BLOCK_M], tl.float32)
+    x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+
+    for iteration in range(ITERATIONS):
+        words = ()
+        for ahead in tl.static_range(AHEAD):
+            step = iteration * STEPS + ahead
+            loaded = _load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
+            words += (loaded,)
+        for this in tl.static_range(STEPS):
+            step = iteration * STEPS + this
+            if this + AHEAD < STEPS:
+                loaded = _load_words(
+                    word_ptrs + (step + AHEAD) * GROUP_WORDS,
+                    first_groups + step + AHEAD,
+                    N_GROUPS,
+                    COVERED != N_GROUPS,
+                )
+                words += (loaded,)
+            _keep_loads_above(PTX)
+            if this == 0:
+                wait_for_predecessor(DEPENDENT_LAUNCH)
+            x = load_x(x_ptrs + step * GROUP, x_columns + step * GROUP, IN_FEATURES, COVERED * GROUP != IN_FEATURES)
+            # row, warp, block, row tile, octet, half, pair, element
+            x = tl.permute(tl.reshape(x, [8, WARPS, BLOCKS, ROW_TILES, 4, 2, 2, 2]), (1, 2, 6, 4, 5, 7, 3, 0))
+            x = tl.reshape(x, [WARPS, GROUP, BLOCK_M])
+            if zero_point_ptr is not None:
+                # The matrix unit adds up x, too: elsewhere it would take an instruction or two for every element.
+                x_sums = tl.dot(_ones(WARPS, dtype), x, x_sums)
+            sums = tl.dot(_codes(words[this], dtype, PTX), x, sums)
+
+    total = tl.sum(sums, 0)  # [TILES * 16, BLOCK_M]
+    x_sum = tl.sum(tl.sum(x_sums, 0), 0, keep_dims=True) * 0.0625  # of 16 equal ones: exact
+    local_features = tl.arange(0, TILES * 16)[:, None]
+    rows = tl.arange(0, BLOCK_M)[None, :]
+    features = tl.program_id(0) * (TILES * 16) + local_features
+    feature_exists = features < n_features
+    total = _scaled(total, x_sum, features, feature_exists, scale_ptr, zero_point_ptr)
+    finish(
+        y_ptr + rows.to(tl.int64) * n_features + features,
+        total,
+        rows * (TILES * 16) + local_features,
+        (rows < n_rows) & feature_exists,
+        features,
+        feature_exists,
+        bias_ptr,
+        partial_ptr,
+        counter_ptr,
+        SPLIT,
+    )

@@ -1,0 +1,221 @@
+"""Launch choices for prepared weights and up to `MIDDLE_ROWS` rows: pure functions of shapes, dtypes and the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tk_kernel_core.interpreter import interpreting
+from tk_kernel_core.layout import next_power_of_two
+
+if TYPE_CHECKING:
+    from tk_kernel_core.targets import Target
+
+DECODE_ROWS = 16
+"""Most rows of activations that the kernels in `_decode_kernels` take."""
+
+MIDDLE_ROWS = 256
+"""Most rows of activations that the kernel in `_middle_kernels` is meant for; it takes any number."""
+
+_TILE, _GROUP = 16, 128
+# The program that comes last adds up so many partial results at most.
+_MOST_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How a product of few rows is launched.
+
+    Attributes:
+        block_m: Rows of a program: 1, 8 or 16.
+        tiles: Tiles of 16 output features per program.
+        num_warps: Warps per program, each with input features of its own.
+        steps: Groups of 128 input features that a warp works on in one turn of its loop.
+        ahead: Groups whose weight a warp has on its way.
+        iterations: Turns of the loop.
+        split: Programs that share the input features of the same tiles.
+        dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+    """
+
+    block_m: int
+    tiles: int
+    num_warps: int
+    steps: int
+    ahead: int
+    iterations: int
+    split: int
+    dependent_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedProduct:
+    """What a launch takes beside tensors.
+
+    The tensors are y ([m, n], contiguous), x, codes, scale, zero_point or None, bias or None, partial, counter, in
+    this order; the last two are None where `n_counters` is 0.
+
+    Attributes:
+        module: Import path of the kernel's module.
+        kernel: Its name.
+        grid: Number of programs along each axis.
+        scalars: The scalar arguments, in order.
+        constexprs: The compile-time arguments, by name, in order.
+        options: Options of Triton's backend.
+        partial_elements: Size of the workspace `partial`: float32, of any content.
+        n_counters: Size of the workspace `counter`: int32, zeros, and left so. Launches that may run at the same
+            time must not share it, nor the other.
+    """
+
+    module: str
+    kernel: str
+    grid: tuple[int, int, int]
+    scalars: tuple[int, ...]
+    constexprs: dict[str, Any]
+    options: dict[str, Any]
+    partial_elements: int
+    n_counters: int
+
+
+def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> DecodeConfig:
+    """Choose the launch for a few rows.
+
+    Args:
+        m: Rows of x, 1 to `DECODE_ROWS`.
+        n: Output features.
+        k: Input features.
+        is_bfloat16: Whether x is bfloat16: then a weight takes two instructions, in float16 one.
+        target: The GPU.
+    """
+    n_groups = -(-k // _GROUP)
+    # AMD's matrix instructions have 16 columns at least.
+    is_amd = target.backend == "hip"
+    # Two tiles halve how often x is read, one fills more of the GPU.
+    tiles = 2 if m > 8 or is_amd else 1
+    n_programs = -(-n // (tiles * _TILE))
+    is_wide = n_programs >= 2 * target.compute_units
+    if m == 1 and not is_amd:
+        # The 8 columns of the matrix instruction are groups of one step each.
+        block_m, steps, ahead = 1, 8, 2
+        n_turns = -(-n_groups // steps)
+        num_warps = min(4, next_power_of_two(n_turns)) if is_wide else 1
+        split = 1 if is_wide else min(n_turns, _MOST_SPLITS)
+        iterations = -(-n_turns // (num_warps * split))
+    else:
+        block_m = 8 * tiles
+        num_warps = min(4, next_power_of_two(n_groups))
+        # A warp that is left less than two groups does little but add up.
+        useful = -(-n_groups // (2 * num_warps))
+        split = 1 if is_wide else min(-(-2 * target.compute_units // n_programs), useful, _MOST_SPLITS)
+        n_own = -(-n_groups // (num_warps * split))
+        # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
+        iterations = -(-n_own // (1 if is_amd else 8 if is_bfloat16 else 16))
+        steps = -(-n_own // iterations)
+        # Of two tiles at a time, a second step ahead would cost the third program on a multiprocessor.
+        ahead = min(steps, 1 if tiles == 2 else 2)
+    # Rounding up may have left the last programs nothing.
+    split = -(-n_groups // (num_warps * steps * iterations))
+    return DecodeConfig(block_m, tiles, num_warps, steps, ahead, iterations, split, target.is_hopper_or_later)
+
+
+def prepare_decode(
+    m: int,
+    n: int,
+    k: int,
+    row_stride: int,
+    is_bfloat16: bool,
+    target: Target,
+    config: DecodeConfig | None = None,
+) -> PreparedProduct:
+    """Return what a launch for a few rows takes beside tensors.
+
+    Args:
+        m: Rows of x, 1 to `DECODE_ROWS`.
+        n: Output features.
+        k: Input features.
+        row_stride: Elements from one row of x to the next.
+        is_bfloat16: Whether x is bfloat16 and not float16.
+        target: The GPU.
+        config: How to launch; `decode_config` of the rest by default.
+    """
+    config = config or decode_config(m, n, k, is_bfloat16, target)
+    constexprs: dict[str, Any] = {
+        "IN_FEATURES": k,
+        "TILES": config.tiles,
+        "WARPS": config.num_warps,
+        "AHEAD": config.ahead,
+        "ITERATIONS": config.iterations,
+        "SPLIT": config.split,
+        # The interpreter knows no machine instructions.
+        "PTX": target.backend == "cuda" and not interpreting(),
+        "DEPENDENT_LAUNCH": config.dependent_launch,
+    }
+    scalars: tuple[int, ...] = (n,)
+    if config.block_m == 1:
+        kernel = "int8_decode_row_kernel"
+    else:
+        kernel = "int8_decode_kernel"
+        unit = _unit(row_stride)
+        scalars = (m, n, row_stride // unit)
+        constexprs = {"ALIGNMENT": unit, "BLOCK_M": config.block_m, "STEPS": config.steps, **constexprs}
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1}
+    if config.dependent_launch:
+        options["launch_pdl"] = True
+    block_n = config.tiles * _TILE
+    n_programs = -(-n // block_n)
+    is_split = config.split > 1
+    return PreparedProduct(
+        module="tk_int8_gemm._decode_kernels",
+        kernel=kernel,
+        grid=(n_programs, config.split, 1),
+        scalars=scalars,
+        constexprs=constexprs,
+        options=options,
+        partial_elements=n_programs * config.split * block_n * config.block_m if is_split else 0,
+        n_counters=n_programs if is_split else 0,
+    )
+
+
+def prepare_middle(m: int, n: int, k: int, row_stride: int, target: Target) -> PreparedProduct:
+    """Return what a launch for 17 to `MIDDLE_ROWS` rows takes beside tensors.
+
+    Where there are zero points, the tensors end with x_sum: the sums of the rows of x, float32, [m].
+
+    Args:
+        m: Rows of x.
+        n: Output features.
+        k: Input features.
+        row_stride: Elements from one row of x to the next.
+        target: The GPU.
+    """
+    block_m, block_n = 32 if m <= 32 else 64, 64
+    n_programs = -(-n // block_n) * -(-m // block_m)
+    n_groups = -(-k // _GROUP)
+    # Four programs for each unit, of four groups at least.
+    split = max(1, min(4 * target.compute_units // n_programs, n_groups // 4, _MOST_SPLITS))
+    split = -(-n_groups // -(-n_groups // split))
+    unit = _unit(row_stride)
+    options: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
+    if target.is_hopper_or_later:
+        options["launch_pdl"] = True
+    return PreparedProduct(
+        module="tk_int8_gemm._middle_kernels",
+        kernel="int8_middle_kernel",
+        grid=(n_programs, split, 1),
+        scalars=(m, n, row_stride // unit),
+        constexprs={
+            "ALIGNMENT": unit,
+            "BLOCK_M": block_m,
+            "IN_FEATURES": k,
+            "SPLIT": split,
+            "PTX": target.backend == "cuda" and not interpreting(),
+            "DEPENDENT_LAUNCH": target.is_hopper_or_later,
+        },
+        options=options,
+        partial_elements=n_programs * split * block_n * block_m if split > 1 else 0,
+        n_counters=n_programs if split > 1 else 0,
+    )
+
+
+def _unit(row_stride: int) -> int:
+    """Return the largest power of two up to 16 that divides a stride."""
+    return (row_stride | 16) & -(row_stride | 16)

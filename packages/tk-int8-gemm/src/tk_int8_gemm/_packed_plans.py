@@ -1,0 +1,100 @@
+"""How a product with a prepared weight is carried out; the same as `_plans` for plain codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tk_int8_gemm._decode_launch import DECODE_ROWS, MIDDLE_ROWS, PreparedProduct, prepare_decode, prepare_middle
+from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
+from tk_int8_gemm._plans import Plan, int8_gemm, planned, row_sums, rows_of
+from tk_int8_gemm._reference import int8_gemm_torch
+from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
+from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
+
+
+def check_arguments(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k: int, bias: Any) -> None:
+    """Raise TypeError or ValueError for arguments that `int8_linear` does not take."""
+    check_tensor("weight.codes", codes, (torch.int32,))
+    padded = (-(-n // ROW_MULTIPLE) * (ROW_MULTIPLE // 16), -(-k // GROUP) * (GROUP // 64), 2, 32, 4)
+    check_shape("weight.codes", codes, padded)
+    if not codes.is_contiguous():
+        raise ValueError(f"weight.codes must be contiguous, got strides {codes.stride()}")
+    check_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x must have shape [..., {k}], got {tuple(x.shape)}")
+    check_same_device("weight", codes, x.device, "x")
+    for name, value in (("weight.scale", scale), ("weight.zero_point", zero_point)):
+        if value is not None or value is scale:
+            check_tensor(name, value, (torch.float32,))
+            check_shape(name, value, (n,))
+            check_same_device(name, value, x.device, "x")
+    if bias is not None:
+        check_tensor("bias", bias)
+        check_shape("bias", bias, (n,))
+        check_same_device("bias", bias, x.device, "x")
+
+
+def int8_linear(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k: int, bias: Any) -> torch.Tensor:
+    plan = int8_linear_plan(x, codes, scale, zero_point, n, k, bias)
+    result: torch.Tensor = plan(x, codes, scale, zero_point, bias)
+    return result
+
+
+def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k: int, bias: Any) -> Plan:
+    """Return the function that carries out a product with a prepared weight like this."""
+
+    def plain(codes: Any, scale: Any, zero_point: Any) -> torch.Tensor:
+        return PackedInt8Weight(codes, scale, zero_point, n, k).unpack()
+
+    def make() -> Plan:
+        check_arguments(x, codes, scale, zero_point, n, k, bias)
+        if x.numel() == 0 or backend_of("x", x) == "reference":
+            return lambda x, codes, scale, zero_point, bias: int8_gemm_torch(
+                x, plain(codes, scale, zero_point), scale, bias, zero_point=zero_point
+            ).contiguous()
+        rows = rows_of(x)
+        m = rows.shape[0]
+        if m > MIDDLE_ROWS or x.dtype == torch.float32:
+            return lambda x, codes, scale, zero_point, bias: int8_gemm(
+                x, plain(codes, scale, zero_point), scale, bias, zero_point
+            )
+        stride, target = rows.stride(0) if m > 1 else k, launch_target(x.device)
+        if m <= DECODE_ROWS:
+            prepared = prepare_decode(m, n, k, stride, x.dtype == torch.bfloat16, target)
+            sum_up = None
+        else:
+            prepared = prepare_middle(m, n, k, stride, target)
+            sum_up = None if zero_point is None else row_sums(rows)
+        launch = PreparedLaunch(
+            Kernel(prepared.module, prepared.kernel),
+            prepared.grid,
+            prepared.scalars,
+            prepared.constexprs,
+            x.device,
+            **prepared.options,
+        )
+        new_workspace = _workspace(prepared, x.device)
+        new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
+
+        def multiply(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any) -> Any:
+            y, x = new_y(), rows_of(x)
+            sums = () if sum_up is None else (sum_up(x),)
+            launch(y, x, codes, scale, zero_point, bias, *new_workspace(), *sums)
+            return y
+
+        return multiply
+
+    return planned(("int8_linear", n, k), (x, codes, scale, zero_point, bias), make)
+
+
+def _workspace(prepared: PreparedProduct, device: torch.device) -> Callable[[], tuple[Any, Any]]:
+    """Return a function that allocates partial results, and counters that are 0."""
+    if not prepared.n_counters:
+        return lambda: (None, None)
+    new_partial = allocator((prepared.partial_elements,), torch.float32, device)
+    # New in every call: launches on two streams, or in two graphs, may run at the same time.
+    return lambda: (new_partial(), torch.zeros(prepared.n_counters, dtype=torch.int32, device=device))

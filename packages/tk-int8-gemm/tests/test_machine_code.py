@@ -1,0 +1,83 @@
+"""What the GEMM kernels are compiled to, for sm_90. No GPU is involved."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tk_int8_gemm._launch import GemmConfig, int8_gemm_config, w8a8_config
+from tk_kernel_core.aot import CompiledObject, compile_launch
+from tk_kernel_core.hazards import overwritten_operands
+from tk_kernel_core.launch import Kernel, PreparedLaunch
+from tk_kernel_core.resources import disassemble, inspect
+from tk_kernel_core.targets import COMPILE_TARGETS
+
+H200 = COMPILE_TARGETS["sm_90"]
+N, K = 11_008, 4096
+
+
+def compiled(name: str, config: GemmConfig, *dtypes: torch.dtype | None) -> CompiledObject:
+    constexprs = {
+        "N_ALIGNMENT": 16,
+        "K_ALIGNMENT": 16,
+        "EVEN_K": True,
+        "SWAPPED": config.swapped,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "STAGES": config.stages,
+        "DEPENDENT_LAUNCH": True,
+    }
+    kernel, meta = Kernel("tk_int8_gemm._kernels", name), torch.device("meta")
+    scalars = (64, N // 16, K // 16, K // 16)
+    launch = PreparedLaunch(kernel, (1, 1, 1), scalars, constexprs, meta, num_warps=config.num_warps, launch_pdl=True)
+    tensors = [None if dtype is None else torch.empty(16, dtype=dtype, device=meta) for dtype in dtypes]
+    return compile_launch(launch.describe(*tensors), H200)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("m", "unit"), [(16, "mma.sync"), (64, "wgmma"), (256, "wgmma")])
+def test_weight_only_products_load_16_bytes_at_once_and_spill_nothing(dtype: torch.dtype, m: int, unit: str) -> None:
+    config = int8_gemm_config(m, N, K, 16, str(dtype).removeprefix("torch."), H200)
+    assert isinstance(config, GemmConfig)
+    zero_point = torch.float32
+    rest = (torch.float32, dtype, zero_point, torch.float32)
+    made = compiled("int8_gemm_kernel", config, dtype, dtype, torch.int8, *rest)
+    resources = inspect(made)
+    assert resources.spill_bytes == 0
+    assert unit in resources.instructions
+    assert {name for name in resources.instructions if name.startswith("cp.async")} == {"cp.async.v4"}
+    assert resources.instructions["st.global.v4"] > 0
+    assert resources.overwritten_operands == 0
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("m", "unit"), [(16, "mma.sync.int8"), (64, "wgmma.int8"), (2048, "wgmma.int8")])
+def test_w8a8_products_run_on_int8_units_and_spill_nothing(m: int, unit: str) -> None:
+    config = w8a8_config(m, N, K, 16, H200)
+    assert isinstance(config, GemmConfig)
+    f32, i8 = torch.float32, torch.int8
+    resources = inspect(compiled("w8a8_gemm_kernel", config, f32, i8, f32, i8, f32, f32, f32, torch.int32))
+    assert resources.spill_bytes == 0
+    assert unit in resources.instructions
+    assert {name for name in resources.instructions if name.startswith("cp.async")} == {"cp.async.v4"}
+    # As many programs share a multiprocessor's registers as are launched for it.
+    if m == 2048:
+        assert config.n_programs == 2 * H200.compute_units
+        assert 2 * resources.registers * resources.num_warps * H200.warp_size <= 65_536
+        assert 2 * resources.shared_bytes <= H200.shared_bytes
+
+
+@pytest.mark.compiler
+def test_codes_from_registers_into_wgmma_are_not_overwritten() -> None:
+    # No choice of the launch module: the form that the kernel's dot must be safe in.
+    config = GemmConfig(32, 64, 128, True, 8, 4, 4, 1, True, "a register operand")
+    for dtype in (torch.float16, torch.bfloat16):
+        made = compiled("int8_gemm_kernel", config, dtype, dtype, torch.int8, torch.float32)
+        listing = disassemble(made.binary)
+        assert re.search(r"HGMMA\S* R\d+, R\d+\S*, gdesc", listing)
+        assert overwritten_operands(listing) == []
