@@ -68,8 +68,10 @@ def check(name: str, arguments: dict[str, Any], got: Tensor) -> None:
     assert got.shape == want.shape == (*x.shape[:-1], arguments["weight_int8"].shape[0])
     assert (got.dtype, got.device, got.is_contiguous()) == (x.dtype, x.device, True)
     # Summed up in fp32, the zero point's share by itself, and rounded once.
-    largest = float(x.float().abs().max()) if x.numel() else 0.0
-    summed = rounding_tolerance(torch.float32, k, magnitude=k * 255 * largest * float(arguments["scale"].max()))
+    zero_point = arguments["zero_point"]
+    codes = arguments["weight_int8"].double().abs() + (0 if zero_point is None else zero_point.double().abs()[:, None])
+    terms = x.double().abs().reshape(-1, k) @ codes.T * arguments["scale"].double()
+    summed = rounding_tolerance(torch.float32, k, magnitude=float(terms.max()) if x.numel() else 0.0)
     rounded = rounding_tolerance(got.dtype, 1)
     assert_close(got, want.to(got.dtype), Tolerance(rounded.absolute + summed.absolute, rounded.relative))
 
@@ -195,6 +197,24 @@ def test_codes_and_scales_are_bit_for_bit_those_of_the_utilities(
     assert torch.equal(x_scale.cpu(), want_scale)
     if x.dim() == 2 and x.numel():
         assert all(map(torch.equal, (codes.cpu(), x_scale.cpu()), quantize_symmetric(x.cpu(), dim=1)))
+
+
+def test_zero_points_beyond_int8_do_not_wrap(device: str) -> None:
+    # 2^17 - 1 codes of 127 times this zero point are far beyond int32.
+    k, zero_point = 2**17 - 1, torch.tensor([70_000], dtype=torch.int32, device=device)
+    x, weight = torch.ones(1, k, device=device), torch.full((1, k), -128, dtype=torch.int8, device=device)
+    one = torch.ones(1, device=device)
+    got = w8a8_gemm(x, weight, one, zero_point=zero_point, out_dtype=torch.float32)
+    assert_close(got, torch.full((1, 1), -70_128.0 * k, device=device), rounding_tolerance(torch.float32, k))
+
+
+def test_rows_further_apart_than_the_kernels_reach(device: str) -> None:
+    arguments = operands(2, 8, 16, device)
+    memory = torch.zeros(2**24 + 32, dtype=torch.float16, device=device)
+    far = memory.as_strided((2, 16), (2**24, 1))
+    far.copy_(arguments["x"])
+    for name in PRODUCTS:
+        assert torch.equal(call(name, {**arguments, "x": far}), call(name, arguments))
 
 
 def test_rows_of_zeros_and_of_what_is_not_finite_keep_to_themselves(device: str) -> None:

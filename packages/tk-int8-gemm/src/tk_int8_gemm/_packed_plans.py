@@ -9,7 +9,7 @@ import torch
 
 from tk_int8_gemm._decode_launch import DECODE_ROWS, MIDDLE_ROWS, PreparedProduct, prepare_decode, prepare_middle
 from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
-from tk_int8_gemm._plans import Plan, int8_gemm, planned, row_sums, rows_of
+from tk_int8_gemm._plans import Plan, int8_gemm, planned, row_stride, row_sums, rows_of
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
@@ -62,7 +62,7 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k:
             return lambda x, codes, scale, zero_point, bias: int8_gemm(
                 x, plain(codes, scale, zero_point), scale, bias, zero_point
             )
-        stride, target = rows.stride(0) if m > 1 else k, launch_target(x.device)
+        stride, target = row_stride(rows), launch_target(x.device)
         if m <= DECODE_ROWS:
             prepared = prepare_decode(m, n, k, stride, x.dtype == torch.bfloat16, target)
             sum_up = None

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from tk_int8_gemm._launch import DequantizeConfig, GemmConfig, int8_gemm_config, quantize_config, w8a8_config
+from tk_int8_gemm._launch import (
+    LONGEST_ROW,
+    DequantizeConfig,
+    GemmConfig,
+    int8_gemm_config,
+    quantize_config,
+    w8a8_config,
+)
 from tk_int8_gemm._quantize import check_channels
 from tk_int8_gemm._reference import int8_gemm_torch, quantize_per_token_torch, w8a8_gemm_torch
 from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_same_device, check_shape, check_tensor
@@ -115,7 +122,7 @@ def int8_gemm_plan(x: Any, weight_int8: Any, scale: Any, bias: Any, zero_point: 
             ).contiguous()
         rows = rows_of(x)
         n, k = weight_int8.shape
-        unit = _unit(k, rows.stride(0))
+        unit = _unit(k, row_stride(rows))
         dtype = str(x.dtype).removeprefix("torch.")
         config = int8_gemm_config(rows.shape[0], n, k, unit, dtype, launch_target(x.device))
         if isinstance(config, DequantizeConfig):
@@ -153,7 +160,7 @@ def w8a8_gemm_plan(
         if x.dtype != torch.int8:
             quantize = quantize_plan(x, with_sums=zero_point is not None)
             rows = torch.empty(rows.shape, dtype=torch.int8, device="meta")
-        config = w8a8_config(rows.shape[0], n, k, _unit(k, rows.stride(0)), launch_target(x.device))
+        config = w8a8_config(rows.shape[0], n, k, _unit(k, row_stride(rows)), launch_target(x.device))
         if isinstance(config, DequantizeConfig):
             product = _dequantizing(config, torch.float32, weight_int8)
 
@@ -175,7 +182,9 @@ def w8a8_gemm_plan(
             else:
                 x, x_scale, x_sum = quantize(x)
                 x = rows_of(x)
-            scale, zero_point = _vector(scale, n, torch.float32), _vector(zero_point, n)
+            # Corrections by int8 zero points are exact in int32; others might not fit it.
+            its_dtype = None if zero_point is None or zero_point.dtype == torch.int8 else torch.float32
+            scale, zero_point = _vector(scale, n, torch.float32), _vector(zero_point, n, its_dtype)
             launch(y, x, x_scale.contiguous(), weight.contiguous(), scale, _vector(bias, n), zero_point, x_sum)
             return y
 
@@ -231,10 +240,16 @@ def _by_reference(x: torch.Tensor, weight_int8: torch.Tensor) -> bool:
 
 
 def rows_of(x: Any) -> Any:
-    """Bring a tensor to [M, K] with neighbouring elements in each row."""
+    """Bring a tensor to [M, K] with neighbouring elements in each row, and rows that the kernels reach."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    is_reached = (x.stride(1) == 1 or x.shape[1] == 1) and row_stride(x) <= LONGEST_ROW
+    return x if is_reached else x.contiguous()
+
+
+def row_stride(rows: torch.Tensor) -> int:
+    """Return the distance of two rows of [M, K], in elements; a single row has none of its own."""
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 def _vector(value: Any, n: int, dtype: torch.dtype | None = None) -> Any:
@@ -256,8 +271,7 @@ def _options(num_warps: int, dependent_launch: bool) -> dict[str, Any]:
 
 
 def _gemm_launch(kernel: Kernel, config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor) -> PreparedLaunch:
-    (m, k), n = rows.shape, weight.shape[0]
-    stride = rows.stride(0) if m > 1 else k
+    (m, k), n, stride = rows.shape, weight.shape[0], row_stride(rows)
     unit, unit_n = _unit(k, stride), _unit(n)
     return PreparedLaunch(
         kernel,
@@ -281,7 +295,7 @@ def _gemm_launch(kernel: Kernel, config: GemmConfig, rows: torch.Tensor, weight:
 
 
 def _rows_launch(kernel: Kernel, rows: torch.Tensor) -> PreparedLaunch:
-    (n_rows, k), stride = rows.shape, rows.stride(0)
+    (n_rows, k), stride = rows.shape, row_stride(rows)
     unit = _unit(k, stride)
     config = quantize_config(k, launch_target(rows.device))
     return PreparedLaunch(
