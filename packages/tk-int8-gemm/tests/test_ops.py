@@ -10,6 +10,7 @@ import torch
 
 from tk_int8_gemm import (
     PackedInt8Weight,
+    _launch,
     int8_gemm,
     int8_gemm_torch,
     int8_linear,
@@ -19,6 +20,7 @@ from tk_int8_gemm import (
     w8a8_gemm,
     w8a8_gemm_torch,
 )
+from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import Tolerance
 from tk_testkit.close import assert_close
@@ -197,6 +199,29 @@ def test_codes_and_scales_are_bit_for_bit_those_of_the_utilities(
     assert torch.equal(x_scale.cpu(), want_scale)
     if x.dim() == 2 and x.numel():
         assert all(map(torch.equal, (codes.cpu(), x_scale.cpu()), quantize_symmetric(x.cpu(), dim=1)))
+
+
+@pytest.mark.parametrize("name", ["int8_gemm", "int8_linear"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("k", [136, 700])
+def test_many_rows_by_weights_dequantised_in_parts(
+    name: str, dtype: torch.dtype, k: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "WORKSPACE_BYTES", 32 * k * dtype.itemsize)
+    for n in (1, 16, 81):
+        arguments = operands(401, n, k, device, dtype)
+        if name == "int8_gemm":
+            arguments["zero_point"] = None
+        got = call(name, arguments)
+        # The weight is rounded to the dtype, as it is here.
+        zeros = 0 if arguments["zero_point"] is None else arguments["zero_point"].float()[:, None]
+        weight = ((arguments["weight_int8"].float() - zeros) * arguments["scale"][:, None]).to(dtype)
+        want = arguments["x"].double() @ weight.double().T + arguments["bias"].double()
+        magnitude = float((arguments["x"].double().abs() @ weight.double().abs().T).max())
+        if device == "cpu" and not interpreting():
+            check(name, arguments, got)
+        else:
+            assert_close(got, want.to(dtype), rounding_tolerance(dtype, k, magnitude=magnitude))
 
 
 def test_zero_points_beyond_int8_do_not_wrap(device: str) -> None:

@@ -343,3 +343,37 @@ def int8_decode_kernel(
         counter_ptr,
         SPLIT,
     )
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def dequantize_packed_kernel(
+    out_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_point_ptr,
+    n_rows,
+    IN_FEATURES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PTX: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """out = (codes - zero_point) * scale, [n_rows, IN_FEATURES], from tiles; a program takes GROUPS groups of one."""
+    N_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
+    first_group = tl.program_id(1) * GROUPS
+    groups = tl.arange(0, GROUPS)[:, None, None]
+    words = tl.arange(0, BLOCKS)[None, :, None] * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, None, :]
+    first_word = (tl.program_id(0).to(tl.int64) * N_GROUPS + first_group) * GROUP_WORDS
+    word_ptrs = codes_ptr + first_word + groups * GROUP_WORDS + words
+    rows = tl.program_id(0) * 16 + tl.arange(0, 16)[:, None]
+    columns = first_group * GROUP + tl.arange(0, GROUPS * GROUP)[None, :]
+    row_mask = rows < n_rows
+    packed = tl.load(word_ptrs, mask=first_group + groups < N_GROUPS, other=0, eviction_policy="evict_first")
+    scale = tl.load(scale_ptr + rows, mask=row_mask, other=0.0)
+    # group, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
+    codes = tl.reshape(dequantise(packed, tl.float16, PTX), [GROUPS, BLOCKS, 8, 4, 2, 2, 2, 2])
+    codes = tl.reshape(tl.permute(codes, (4, 2, 0, 1, 3, 5, 7, 6)), [16, GROUPS * GROUP]).to(tl.float32)
+    if zero_point_ptr is not None:
+        codes -= tl.load(zero_point_ptr + rows, mask=row_mask, other=0.0)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    out_ptrs = out_ptr + rows.to(tl.int64) * IN_FEATURES + columns
+    tl.store(out_ptrs, (codes * scale).to(out_ptr.dtype.element_ty), mask=row_mask & (columns < IN_FEATURES))

@@ -105,13 +105,13 @@ def int8_gemm_config(
     """
     if dtype == "float32":
         # The matrix units have no fp32; split into three TF32 products, it would cost more than the weights save.
-        return _dequantize(n, k, 4, target, "x is fp32, which the matrix units do not multiply")
+        return dequantize_config(n, k, 4, target, "x is fp32, which the matrix units do not multiply")
     if k > LONGEST_ROW:
-        return _dequantize(n, k, 2, target, f"rows longer than {LONGEST_ROW} are beyond the kernel's offsets")
+        return dequantize_config(n, k, 2, target, f"rows longer than {LONGEST_ROW} are beyond the kernel's offsets")
     # To dequantise costs 3 bytes of traffic a weight, whatever m is. Below this the kernel costs less than that
     # beyond cuBLAS, which multiplies without converting anything.
     if m > 384:
-        return _dequantize(n, k, 2, target, f"m = {m} repays dequantising the weights once")
+        return dequantize_config(n, k, 2, target, f"m = {m} repays dequantising the weights once")
     if alignment < 16:
         return _unaligned(m, n, alignment, target)
     if m <= 16:
@@ -140,7 +140,7 @@ def w8a8_config(m: int, n: int, k: int, alignment: int, target: Target) -> GemmC
         target: The GPU.
     """
     if k > LONGEST_INT32_SUM:
-        return _dequantize(n, k, 4, target, f"sums of more than {LONGEST_INT32_SUM} products may not fit int32")
+        return dequantize_config(n, k, 4, target, f"sums of more than {LONGEST_INT32_SUM} products may not fit int32")
     if alignment < 16:
         return _unaligned(m, n, alignment, target)
     if m <= 16:
@@ -213,7 +213,16 @@ def _persistent(m: int, n: int, tile: _Tile, programs_per_unit: int, target: Tar
     return replace(config, n_programs=n_programs)
 
 
-def _dequantize(n: int, k: int, bytes_per_element: int, target: Target, reason: str) -> DequantizeConfig:
+def dequantize_config(n: int, k: int, bytes_per_element: int, target: Target, reason: str) -> DequantizeConfig:
+    """Choose how weights are dequantised.
+
+    Args:
+        n: Rows of the weights.
+        k: Columns.
+        bytes_per_element: Of what they are dequantised to.
+        target: The GPU.
+        reason: Why they are.
+    """
     # Equal parts, rounded up to whole tiles of any GEMM.
     most = max(1, WORKSPACE_BYTES // (bytes_per_element * k))
     if most >= n:

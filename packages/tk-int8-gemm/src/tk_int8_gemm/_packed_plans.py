@@ -8,12 +8,17 @@ from typing import Any
 import torch
 
 from tk_int8_gemm._decode_launch import DECODE_ROWS, MIDDLE_ROWS, PreparedProduct, prepare_decode, prepare_middle
+from tk_int8_gemm._launch import dequantize_config
 from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
-from tk_int8_gemm._plans import Plan, int8_gemm, planned, row_stride, row_sums, rows_of
+from tk_int8_gemm._plans import Plan, by_parts, planned, row_stride, row_sums, rows_of
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
+from tk_kernel_core.layout import next_power_of_two
+
+_DEQUANTIZE = Kernel("tk_int8_gemm._decode_kernels", "dequantize_packed_kernel")
 
 
 def check_arguments(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k: int, bias: Any) -> None:
@@ -59,9 +64,8 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k:
         rows = rows_of(x)
         m = rows.shape[0]
         if m > MIDDLE_ROWS or x.dtype == torch.float32:
-            return lambda x, codes, scale, zero_point, bias: int8_gemm(
-                x, plain(codes, scale, zero_point), scale, bias, zero_point
-            )
+            product = _dequantizing(n, k, x.dtype, codes.device)
+            return lambda x, codes, scale, zero_point, bias: product(x, codes, scale, bias, zero_point)
         stride, target = row_stride(rows), launch_target(x.device)
         if m <= DECODE_ROWS:
             prepared = prepare_decode(m, n, k, stride, x.dtype == torch.bfloat16, target)
@@ -89,6 +93,28 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k:
         return multiply
 
     return planned(("int8_linear", n, k), (x, codes, scale, zero_point, bias), make)
+
+
+def _dequantizing(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    target = launch_target(device)
+    config = dequantize_config(n, k, dtype.itemsize, target, "many rows repay dequantising the weights once")
+    n_groups = -(-k // GROUP)
+    n_own = min(4, next_power_of_two(n_groups))
+    constexprs = {
+        "IN_FEATURES": k,
+        "GROUPS": n_own,
+        "PTX": target.backend == "cuda" and not interpreting(),
+        "DEPENDENT_LAUNCH": target.is_hopper_or_later,
+    }
+    options: dict[str, Any] = {"num_warps": 4, **({"launch_pdl": True} if target.is_hopper_or_later else {})}
+
+    def launch_for(height: int) -> PreparedLaunch:
+        grid = (-(-height // 16), -(-n_groups // n_own), 1)
+        return PreparedLaunch(_DEQUANTIZE, grid, (height,), constexprs, device, **options)
+
+    # Whole tiles of 16 rows.
+    height = -(-config.rows // 16) * 16
+    return by_parts(n, k, height, dtype, launch_for, lambda codes, rows: codes[rows.start // 16 :])
 
 
 def _workspace(prepared: PreparedProduct, device: torch.device) -> Callable[[], tuple[Any, Any]]:

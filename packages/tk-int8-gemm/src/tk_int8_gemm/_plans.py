@@ -327,31 +327,52 @@ def row_sums(rows: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 
 
 def _dequantizing(config: DequantizeConfig, dtype: torch.dtype, weight: torch.Tensor) -> Plan:
-    """Return the product with weights that are dequantised part by part, in a workspace of bounded size."""
-    n, k = weight.shape
-    parts = [(first, min(first + config.rows, n)) for first in range(0, n, config.rows)]
-    launches = {}
-    for height in {last - first for first, last in parts}:
-        grid = (-(-height // config.block_n) * -(-k // config.block_k), 1, 1)
-        constexprs = {
-            "WIDTH": k,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "DEPENDENT_LAUNCH": config.dependent_launch,
-        }
-        options = _options(config.num_warps, config.dependent_launch)
-        launches[height] = PreparedLaunch(_DEQUANTIZE, grid, (height,), constexprs, weight.device, **options)
-    new_part = allocator((config.rows, k), dtype, weight.device)
+    k = weight.shape[1]
+    constexprs = {
+        "WIDTH": k,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "DEPENDENT_LAUNCH": config.dependent_launch,
+    }
 
-    def multiply(x: Any, weight: Any, scale: Any, bias: Any, zero_point: Any) -> Any:
-        scale, zero_point, weight = _vector(scale, n, torch.float32), _vector(zero_point, n), weight.contiguous()
+    def launch_for(height: int) -> PreparedLaunch:
+        grid = (-(-height // config.block_n) * -(-k // config.block_k), 1, 1)
+        options = _options(config.num_warps, config.dependent_launch)
+        return PreparedLaunch(_DEQUANTIZE, grid, (height,), constexprs, weight.device, **options)
+
+    return by_parts(weight.shape[0], k, config.rows, dtype, launch_for, lambda weight, rows: weight[rows])
+
+
+def by_parts(
+    n: int,
+    k: int,
+    height: int,
+    dtype: torch.dtype,
+    launch_for: Callable[[int], PreparedLaunch],
+    part_of: Callable[[Any, slice], Any],
+) -> Plan:
+    """Return the product with weights that are dequantised part by part, in a workspace of bounded size.
+
+    Args:
+        n: Rows of the weights.
+        k: Columns.
+        height: Rows that are dequantised at a time.
+        dtype: What they are dequantised to.
+        launch_for: Makes the launch that dequantises some number of rows.
+        part_of: Takes these rows out of the codes.
+    """
+    parts = [slice(first, min(first + height, n)) for first in range(0, n, height)]
+    launches = {size: launch_for(size) for size in {rows.stop - rows.start for rows in parts}}
+
+    def multiply(x: Any, codes: Any, scale: Any, bias: Any, zero_point: Any) -> Any:
+        scale, zero_point, codes = _vector(scale, n, torch.float32), _vector(zero_point, n), codes.contiguous()
         bias = None if bias is None else bias.to(dtype)
-        part, results = new_part(), []
-        for first, last in parts:
-            floats, its_zeros = part[: last - first], None if zero_point is None else zero_point[first:last]
-            launches[last - first](floats, weight[first:last], scale[first:last], its_zeros)
-            its_bias = None if bias is None else bias[first:last]
-            results.append(torch.nn.functional.linear(x, floats, its_bias))
+        workspace, results = torch.empty((height, k), dtype=dtype, device=x.device), []
+        for rows in parts:
+            size = rows.stop - rows.start
+            floats, its_zeros = workspace[:size], None if zero_point is None else zero_point[rows]
+            launches[size](floats, part_of(codes, rows), scale[rows], its_zeros)
+            results.append(torch.nn.functional.linear(x, floats, None if bias is None else bias[rows]))
         return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
 
     return multiply
