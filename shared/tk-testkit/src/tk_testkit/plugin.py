@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ MARKERS = (
     "compiler: compiles kernels ahead of time, which a process with TRITON_INTERPRET=1 cannot",
     "interpreter: needs a process with TRITON_INTERPRET=1",
 )
+
+_TURN = pytest.StashKey[TextIO]()
 
 # Of an installed plugin pytest rewrites all assertions, but not where this one runs from the source tree.
 pytest.register_assert_rewrite("tk_testkit.spec")
@@ -93,10 +97,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if kernel_device() != "cuda":
         pytest.skip("needs a GPU, and TRITON_INTERPRET not to be set")
     if memory is not None:
+        # Whatever processes they run in, such tests take turns: memory that is free now is promised to one.
+        item.stash[_TURN] = (Path(tempfile.gettempdir()) / "tk-testkit-large-memory.lock").open("w")
+        fcntl.flock(item.stash[_TURN], fcntl.LOCK_EX)
         torch.cuda.empty_cache()
         free_gib = torch.cuda.mem_get_info()[0] / 2**30
         if free_gib < memory.args[0]:
             pytest.skip(f"needs {memory.args[0]} GiB of free GPU memory, {free_gib:.0f} GiB are free")
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give up the memory of a test that took much, and its turn."""
+    if _TURN in item.stash:
+        torch.cuda.empty_cache()
+        item.stash[_TURN].close()
 
 
 @pytest.fixture(scope="session")
