@@ -309,6 +309,7 @@ def test_nothing_is_replaced_when_something_unexpected_happens(monkeypatch: pyte
 
 
 def test_optimisers_made_before_go_on(device: str) -> None:
+    torch.manual_seed(0)
     sides = [torch.nn.Sequential(GatedMLP(), PackedMLP()).to(device)]
     sides.append(copy.deepcopy(sides[0]))
     optimisers = [torch.optim.SGD(side.parameters(), lr=0.1, momentum=0.9) for side in sides]
@@ -323,7 +324,8 @@ def test_optimisers_made_before_go_on(device: str) -> None:
             # The state of one is that of the other: it goes by the order of the parameters.
             optimisers[0].load_state_dict(optimisers[1].state_dict())
     for ours, theirs in zip(sides[0].parameters(), sides[1].parameters(), strict=True):
-        assert_close(ours, theirs, rounding_tolerance(torch.float32, HIDDEN, magnitude=1.0))
+        # Three steps, each with the errors of the gradients of two layers.
+        assert_close(ours, theirs, rounding_tolerance(torch.float32, HIDDEN, magnitude=6.0))
 
 
 def test_checkpointing_and_hooks_added_afterwards(device: str) -> None:
