@@ -89,8 +89,9 @@ def test_the_next_turn_of_a_loop_counts() -> None:
     assert overwritten_operands(listing(*waiting)) == []
 
 
-def test_both_sides_of_a_branch_are_followed_and_nothing_behind_an_exit() -> None:
-    code = ("@P0 BRA 0x40", f"{WGMMA}, gsb0", "BRA 0x50", "MOV R56, R1", "EXIT", "MOV R57, R1", "EXIT", "MOV R58, R1")
+@pytest.mark.parametrize("branch", ["@P0 BRA 0x40", "@!UP1 BRA 0x40", "BRA.U UP0, 0x40", "BRA.DIV UR4, 0x40"])
+def test_both_sides_of_a_branch_are_followed_and_nothing_behind_an_exit(branch: str) -> None:
+    code = (branch, f"{WGMMA}, gsb0", "BRA 0x50", "MOV R56, R1", "EXIT", "MOV R57, R1", "EXIT", "MOV R58, R1")
     assert overwritten_operands(listing(*code)) == ["MOV R57, R1"]
 
 

@@ -39,10 +39,12 @@ def overwritten_operands(listing: str) -> list[str]:
     Args:
         listing: Machine code as cuobjdump prints it, of one kernel. Every path through it is followed.
     """
-    code = [
-        _Instruction(int(address, 16), bool(guard), opcode, tuple(re.split(r",\s*", operands.strip())))
-        for address, guard, opcode, operands in _INSTRUCTION.findall(listing)
-    ]
+    code = []
+    for address, guard, opcode, text in _INSTRUCTION.findall(listing):
+        operands = tuple(re.split(r",\s*", text.strip()))
+        # A branch may have its condition among its operands.
+        is_conditional = bool(guard) or (opcode.startswith("BRA") and len(operands) > 1)
+        code.append(_Instruction(int(address, 16), is_conditional, opcode, operands))
     places = {instruction.address: index for index, instruction in enumerate(code)}
     found: dict[int, str] = {}
     waiting, seen = [(0, _InFlight())], set()
