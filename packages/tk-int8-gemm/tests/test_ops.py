@@ -224,6 +224,18 @@ def test_many_rows_by_weights_dequantised_in_parts(
             assert_close(got, want.to(dtype), rounding_tolerance(dtype, k, magnitude=magnitude))
 
 
+@each_product
+@pytest.mark.parametrize("m", [3, 401])
+def test_autocast_changes_nothing(name: str, m: int, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = operands(m, 24, 48, device, dtype)
+        want = call(name, arguments)
+        with torch.autocast(device, torch.bfloat16):
+            got = call(name, arguments)
+        assert got.dtype == dtype
+        assert torch.equal(got, want)
+
+
 def test_zero_points_beyond_int8_do_not_wrap(device: str) -> None:
     # 2^17 - 1 codes of 127 times this zero point are far beyond int32.
     k, zero_point = 2**17 - 1, torch.tensor([70_000], dtype=torch.int32, device=device)
@@ -303,7 +315,7 @@ def test_opcheck(device: str) -> None:
     operators = torch.ops.tk_int8_gemm
     torch.library.opcheck(operators.int8_gemm.default, (x, weight, scale, bias, zero_point))
     torch.library.opcheck(operators.w8a8_gemm.default, (x, weight, scale, bias, zero_point, None, None))
-    rest = (packed_weight.codes, packed_weight.scale, packed_weight.zero_point, 12, 20, bias)
+    rest = (packed_weight.codes, packed_weight.scale, packed_weight.zero_point, bias, 12, 20)
     torch.library.opcheck(operators.int8_linear.default, (x, *rest))
     torch.library.opcheck(operators.quantize_per_token.default, (x.detach(),))
 

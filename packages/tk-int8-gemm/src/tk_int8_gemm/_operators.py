@@ -105,14 +105,14 @@ w8a8_gemm = define_operator(
 
 
 def _fake_int8_linear(
-    x: Any, codes: Any, scale: Any, zero_point: Any, out_features: Any, in_features: Any, bias: Any
+    x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, out_features: Any, in_features: Any
 ) -> torch.Tensor:
-    _packed_plans.check_arguments(x, codes, scale, zero_point, out_features, in_features, bias)
+    _packed_plans.check_arguments(x, codes, scale, zero_point, bias, out_features, in_features)
     return _empty(x, out_features)
 
 
 def _save_int8_linear(ctx: Any, inputs: Any, output: Any) -> None:
-    x, codes, scale, zero_point, ctx.out_features, ctx.in_features, bias = inputs
+    x, codes, scale, zero_point, bias, ctx.out_features, ctx.in_features = inputs
     _save(ctx, x, bias)
     ctx.save_for_backward(codes, scale, zero_point)
 
@@ -121,14 +121,14 @@ def _backward_int8_linear(ctx: Any, dy: torch.Tensor) -> Any:
     _refuse_frozen(ctx, {1: "weight", 2: "weight.scale", 3: "weight.zero_point"})
     codes, scale, zero_point = ctx.saved_tensors
     plain = PackedInt8Weight(codes, scale, zero_point, ctx.out_features, ctx.in_features).unpack()
-    dx, dbias = _of_x_and_bias(ctx, dy, _dequantized(plain, scale, zero_point, ctx.x_dtype), 6)
-    return dx, None, None, None, None, None, dbias
+    dx, dbias = _of_x_and_bias(ctx, dy, _dequantized(plain, scale, zero_point, ctx.x_dtype), 4)
+    return dx, None, None, None, dbias, None, None
 
 
 int8_linear = define_operator(
     _LIBRARY,
-    "int8_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, SymInt out_features, SymInt in_features, "
-    "Tensor? bias) -> Tensor",
+    "int8_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor? bias, SymInt out_features, "
+    "SymInt in_features) -> Tensor",
     _packed_plans.int8_linear,
     _fake_int8_linear,
     backward=_backward_int8_linear,

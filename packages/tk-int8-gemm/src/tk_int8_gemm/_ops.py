@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ def int8_gemm(
     Args:
         x: [..., K], float16, bfloat16 or float32, any strides.
         weight_int8: int8 codes, [N, K]. A transposed view is copied in every call.
-        scale: float32, float16 or bfloat16, of shape [N], [N, 1], [1, N], (1,) or ().
+        scale: Floating point, rounded to float32; of shape [N], [N, 1], [1, N], (1,) or ().
         bias: [N], or None.
         weight_transposed: Ignored; a switch of an earlier interface.
         scale_fp16: Ignored, likewise.
         use_cublas: Ignored, likewise.
-        zero_point: int8, int32 or a dtype and shape of `scale`; None for 0.
+        zero_point: int8, int32 or floating point, of a shape of `scale`; None for 0.
 
     Returns:
         A new contiguous tensor, [..., N], with the dtype and device of `x`.
@@ -55,20 +56,8 @@ def int8_gemm(
     for name, value in switches.items():
         if value is not None:
             warnings.warn(f"{name} is ignored: the kernel is chosen by the shapes", DeprecationWarning, stacklevel=2)
-    tensors = _given(x, weight_int8, scale, bias, zero_point)
-    known_as = "int8_gemm", bias is None, zero_point is None
-    plan = _RECENT.find(known_as, tensors)
-    if plan is None:
-        if takes_operator(*tensors):
-            if not torch.compiler.is_compiling():
-                # Before the dispatcher words the error; while compiling, the fake implementation checks.
-                _plans.check_arguments(x, weight_int8, scale, bias, zero_point)
-            y: torch.Tensor = _operators.int8_gemm(x, weight_int8, scale, bias, zero_point)
-            return y
-        plan = _plans.int8_gemm_plan(x, weight_int8, scale, bias, zero_point)
-        _RECENT.remember(known_as, tensors, plan)
-    result: torch.Tensor = plan(x, weight_int8, scale, bias, zero_point)
-    return result
+    operands = x, weight_int8, scale, bias, zero_point
+    return _call("int8_gemm", operands, (), _plans.check_arguments, _plans.int8_gemm_plan, _operators.int8_gemm)
 
 
 def w8a8_gemm(
@@ -83,9 +72,10 @@ def w8a8_gemm(
 ) -> torch.Tensor:
     """Multiply int8 activations by an int8 weight (W8A8), on the matrix units' int8 instructions.
 
-    `y = (x_int8 @ (weight_int8 - zero_point).T) * x_scale * scale + bias`, the sums exact in int32. Activations in
-    floating point are quantised first, each row by itself as by `quantize_per_token`. Their gradient is as if they had
-    not been. A row with an infinity or NaN gives a row of NaN, and touches no other.
+    `y = (x_int8 @ (weight_int8 - zero_point).T) * x_scale * scale + bias`, the sums exact in int32 for K up to 131 071,
+    and in fp32 beyond. Activations in floating point are quantised first, each row by itself as by
+    `quantize_per_token`. Their gradient is as if they had not been. A row with an infinity or NaN gives a row of NaN,
+    and touches no other.
 
     Args:
         x: [..., K], float16, bfloat16 or float32; or int8 codes. Any strides.
@@ -104,26 +94,16 @@ def w8a8_gemm(
         ValueError: Shapes or devices do not fit, or `x_scale` or `out_dtype` is missing for int8 codes.
         NotImplementedError: The weight, a scale or a zero point requires a gradient.
     """
-    tensors = _given(x, weight_int8, scale, bias, zero_point, x_scale)
-    known_as = "w8a8_gemm", bias is None, zero_point is None, x_scale is None, out_dtype
-    plan = _RECENT.find(known_as, tensors)
-    if plan is None:
-        if takes_operator(*tensors):
-            if not torch.compiler.is_compiling():
-                _plans.check_w8a8_arguments(x, weight_int8, scale, bias, zero_point, x_scale, out_dtype)
-            y: torch.Tensor = _operators.w8a8_gemm(x, weight_int8, scale, bias, zero_point, x_scale, out_dtype)
-            return y
-        plan = _plans.w8a8_gemm_plan(x, weight_int8, scale, bias, zero_point, x_scale, out_dtype)
-        _RECENT.remember(known_as, tensors, plan)
-    result: torch.Tensor = plan(x, weight_int8, scale, bias, zero_point, x_scale)
-    return result
+    operands = x, weight_int8, scale, bias, zero_point, x_scale
+    check, plan_of = _plans.check_w8a8_arguments, _plans.w8a8_gemm_plan
+    return _call("w8a8_gemm", operands, (out_dtype,), check, plan_of, _operators.w8a8_gemm)
 
 
 def int8_linear(x: torch.Tensor, weight: PackedInt8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply activations by a prepared int8 weight (W8A16).
 
     `y = (x @ (codes - zero_point).T) * scale + bias`, summed up in fp32 and rounded once, as `int8_gemm` on the codes
-    that were packed.
+    that were packed. Above 256 rows the weight is dequantised to the dtype of `x` first, and rounded by that.
 
     Args:
         x: [..., in_features], float16, bfloat16 or float32, any strides.
@@ -140,21 +120,10 @@ def int8_linear(x: torch.Tensor, weight: PackedInt8Weight, bias: torch.Tensor | 
     """
     if not isinstance(weight, PackedInt8Weight):
         raise TypeError(f"weight must be a PackedInt8Weight, got {type(weight).__name__}: prepare it by its pack")
-    codes, scale, zero_point = weight.codes, weight.scale, weight.zero_point
-    n, k = weight.out_features, weight.in_features
-    tensors = _given(x, codes, scale, zero_point, bias)
-    known_as = "int8_linear", zero_point is None, bias is None, n, k
-    plan = _RECENT.find(known_as, tensors)
-    if plan is None:
-        if takes_operator(*tensors):
-            if not torch.compiler.is_compiling():
-                _packed_plans.check_arguments(x, codes, scale, zero_point, n, k, bias)
-            y: torch.Tensor = _operators.int8_linear(x, codes, scale, zero_point, n, k, bias)
-            return y
-        plan = _packed_plans.int8_linear_plan(x, codes, scale, zero_point, n, k, bias)
-        _RECENT.remember(known_as, tensors, plan)
-    result: torch.Tensor = plan(x, codes, scale, zero_point, bias)
-    return result
+    operands = x, weight.codes, weight.scale, weight.zero_point, bias
+    sizes = weight.out_features, weight.in_features
+    check, plan_of = _packed_plans.check_arguments, _packed_plans.int8_linear_plan
+    return _call("int8_linear", operands, sizes, check, plan_of, _operators.int8_linear)
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,5 +152,35 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _plans.quantize_per_token(x)
 
 
-def _given(*tensors: Any) -> tuple[Any, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
+def _call(
+    name: str,
+    operands: tuple[Any, ...],
+    settings: tuple[Hashable, ...],
+    check: Callable[..., None],
+    plan_of: Callable[..., Plan],
+    operator: Callable[..., Any],
+) -> torch.Tensor:
+    """Carry out a product: by the plan of a call like it, by a new plan, or by the operator.
+
+    Args:
+        name: Of the product.
+        operands: Tensors, or None for those left out. A plan takes these.
+        settings: What else there is to say. All that follow take operands and settings.
+        check: Raises errors for arguments that the product does not take.
+        plan_of: Returns the plan.
+        operator: The registered operator.
+    """
+    tensors = tuple(operand for operand in operands if operand is not None)
+    known_as = name, settings, tuple(operand is None for operand in operands)
+    plan = _RECENT.find(known_as, tensors)
+    if plan is None:
+        if takes_operator(*tensors):
+            if not torch.compiler.is_compiling():
+                # Before the dispatcher words the error; while compiling, the fake implementation checks.
+                check(*operands, *settings)
+            y: torch.Tensor = operator(*operands, *settings)
+            return y
+        plan = plan_of(*operands, *settings)
+        _RECENT.remember(known_as, tensors, plan)
+    result: torch.Tensor = plan(*operands)
+    return result

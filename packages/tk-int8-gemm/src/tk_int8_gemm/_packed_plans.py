@@ -10,7 +10,7 @@ import torch
 from tk_int8_gemm._decode_launch import DECODE_ROWS, MIDDLE_ROWS, PreparedProduct, prepare_decode, prepare_middle
 from tk_int8_gemm._launch import dequantize_config
 from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
-from tk_int8_gemm._plans import Plan, by_parts, planned, row_stride, row_sums, rows_of
+from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, row_stride, row_sums, rows_of
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
@@ -21,42 +21,36 @@ from tk_kernel_core.layout import next_power_of_two
 _DEQUANTIZE = Kernel("tk_int8_gemm._decode_kernels", "dequantize_packed_kernel")
 
 
-def check_arguments(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k: int, bias: Any) -> None:
+def check_arguments(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, n: int, k: int) -> None:
     """Raise TypeError or ValueError for arguments that `int8_linear` does not take."""
     check_tensor("weight.codes", codes, (torch.int32,))
     padded = (-(-n // ROW_MULTIPLE) * (ROW_MULTIPLE // 16), -(-k // GROUP) * (GROUP // 64), 2, 32, 4)
     check_shape("weight.codes", codes, padded)
     if not codes.is_contiguous():
         raise ValueError(f"weight.codes must be contiguous, got strides {codes.stride()}")
-    check_tensor("x", x)
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise ValueError(f"x must have shape [..., {k}], got {tuple(x.shape)}")
+    check_operands(x, n, k, bias)
     check_same_device("weight", codes, x.device, "x")
     for name, value in (("weight.scale", scale), ("weight.zero_point", zero_point)):
         if value is not None or value is scale:
             check_tensor(name, value, (torch.float32,))
             check_shape(name, value, (n,))
             check_same_device(name, value, x.device, "x")
-    if bias is not None:
-        check_tensor("bias", bias)
-        check_shape("bias", bias, (n,))
-        check_same_device("bias", bias, x.device, "x")
 
 
-def int8_linear(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k: int, bias: Any) -> torch.Tensor:
-    plan = int8_linear_plan(x, codes, scale, zero_point, n, k, bias)
+def int8_linear(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, n: int, k: int) -> torch.Tensor:
+    plan = int8_linear_plan(x, codes, scale, zero_point, bias, n, k)
     result: torch.Tensor = plan(x, codes, scale, zero_point, bias)
     return result
 
 
-def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, n: int, k: int, bias: Any) -> Plan:
+def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, n: int, k: int) -> Plan:
     """Return the function that carries out a product with a prepared weight like this."""
 
     def plain(codes: Any, scale: Any, zero_point: Any) -> torch.Tensor:
         return PackedInt8Weight(codes, scale, zero_point, n, k).unpack()
 
     def make() -> Plan:
-        check_arguments(x, codes, scale, zero_point, n, k, bias)
+        check_arguments(x, codes, scale, zero_point, bias, n, k)
         if x.numel() == 0 or backend_of("x", x) == "reference":
             return lambda x, codes, scale, zero_point, bias: int8_gemm_torch(
                 x, plain(codes, scale, zero_point), scale, bias, zero_point=zero_point

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tk_int8_gemm._quantize import channel_vector
+from tk_int8_gemm._quantize import FLOATS, ZERO_POINTS, channel_vector
 from tk_kernel_core.checks import check_same_device, check_tensor
 
 ROW_MULTIPLE = 64
@@ -19,9 +19,6 @@ ROW_MULTIPLE = 64
 
 GROUP = 128
 """Input features are padded to a multiple of this: what one step of a kernel works on."""
-
-_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ZERO_POINT_DTYPES = (torch.int8, torch.int32, *_SCALE_DTYPES)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,9 +49,9 @@ class PackedInt8Weight:
 
         Args:
             weight_int8: int8 codes, [N, K] with N and K at least 1, any strides.
-            scale: float32, float16 or bfloat16; one for all rows as () or (1,), or one for each as [N], [N, 1]
+            scale: Floating point, rounded to float32; one for all rows as () or (1,), or one for each as [N], [N, 1]
                 or [1, N].
-            zero_point: int8, int32 or a dtype of `scale`; shaped like one; None for a symmetric scheme.
+            zero_point: int8, int32 or floating point; shaped like a scale; None for a symmetric scheme.
 
         Returns:
             The weight `(weight_int8 - zero_point) * scale`, on the device of `weight_int8`.
@@ -76,10 +73,8 @@ class PackedInt8Weight:
         fragments = _as_fragments(unsigned).contiguous()
         return cls(
             codes=fragments.view(torch.int32).view(*fragments.shape[:3], 32, 4),
-            scale=_per_row("scale", scale, _SCALE_DTYPES, weight_int8),
-            zero_point=(
-                None if zero_point is None else _per_row("zero_point", zero_point, _ZERO_POINT_DTYPES, weight_int8)
-            ),
+            scale=_per_row("scale", scale, FLOATS, weight_int8),
+            zero_point=(None if zero_point is None else _per_row("zero_point", zero_point, ZERO_POINTS, weight_int8)),
             out_features=n,
             in_features=k,
         )

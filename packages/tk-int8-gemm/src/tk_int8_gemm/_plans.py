@@ -20,8 +20,8 @@ from tk_int8_gemm._launch import (
     quantize_config,
     w8a8_config,
 )
-from tk_int8_gemm._quantize import check_channels
-from tk_int8_gemm._reference import int8_gemm_torch, quantize_per_token_torch, w8a8_gemm_torch
+from tk_int8_gemm._quantize import FLOATS, ZERO_POINTS, check_channels
+from tk_int8_gemm._reference import int8_gemm_torch, no_autocast, quantize_per_token_torch, w8a8_gemm_torch
 from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
@@ -31,9 +31,6 @@ _W8A8_GEMM = Kernel("tk_int8_gemm._kernels", "w8a8_gemm_kernel")
 _QUANTIZE = Kernel("tk_int8_gemm._kernels", "quantize_per_token_kernel")
 _ROW_SUMS = Kernel("tk_int8_gemm._kernels", "row_sums_kernel")
 _DEQUANTIZE = Kernel("tk_int8_gemm._kernels", "dequantize_kernel")
-
-SCALES = (torch.float32, torch.float16, torch.bfloat16)
-ZERO_POINTS = (torch.int8, torch.int32, *SCALES)
 
 Plan = Callable[..., Any]
 _PLANS: PlanCache[Plan] = PlanCache()
@@ -52,14 +49,19 @@ def check_arguments(
     if weight_int8.dim() != 2:
         raise ValueError(f"weight_int8 must have shape [N, K], got {tuple(weight_int8.shape)}")
     n, k = weight_int8.shape
-    check_tensor("x", x, dtypes)
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise ValueError(f"x must have shape [..., {k}], got {tuple(x.shape)}")
+    check_operands(x, n, k, bias, dtypes)
     check_same_device("weight_int8", weight_int8, x.device, "x")
-    for name, value, allowed in (("scale", scale, SCALES), ("zero_point", zero_point, ZERO_POINTS)):
+    for name, value, allowed in (("scale", scale, FLOATS), ("zero_point", zero_point, ZERO_POINTS)):
         if value is not None or name == "scale":
             check_channels(name, value, n, allowed)
             check_same_device(name, value, x.device, "x")
+
+
+def check_operands(x: Any, n: int, k: int, bias: Any, dtypes: tuple[torch.dtype, ...] = ACTIVATION_DTYPES) -> None:
+    """Raise TypeError or ValueError for activations or a bias that no weight [n, k] takes."""
+    check_tensor("x", x, dtypes)
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x must have shape [..., {k}], got {tuple(x.shape)}")
     if bias is not None:
         check_tensor("bias", bias)
         check_shape("bias", bias, (n,))
@@ -372,7 +374,8 @@ def by_parts(
             size = rows.stop - rows.start
             floats, its_zeros = workspace[:size], None if zero_point is None else zero_point[rows]
             launches[size](floats, part_of(codes, rows), scale[rows], its_zeros)
-            results.append(torch.nn.functional.linear(x, floats, None if bias is None else bias[rows]))
+            with no_autocast(x.device.type):
+                results.append(torch.nn.functional.linear(x, floats, None if bias is None else bias[rows]))
         return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
 
     return multiply

@@ -132,7 +132,7 @@ def _affine(
     weight = weight_int8.to(dtype)
     if zero_point is not None:
         weight = weight - channel_vector("zero_point", zero_point, channels, ZERO_POINTS).to(dtype).unsqueeze(-1)
-    with _no_autocast(values.device.type):
+    with no_autocast(values.device.type):
         y = values @ weight.T
     if x_scale is not None:
         y = y * x_scale.to(dtype).unsqueeze(-1)
@@ -143,7 +143,7 @@ def _affine(
     return y
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[object]:
+def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Keep autocast from rounding the operands of a product to 16 bits."""
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
