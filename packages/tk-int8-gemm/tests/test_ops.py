@@ -11,6 +11,7 @@ import torch
 from tk_int8_gemm import (
     PackedInt8Weight,
     _launch,
+    _plans,
     int8_gemm,
     int8_gemm_torch,
     int8_linear,
@@ -250,6 +251,7 @@ def test_rows_further_apart_than_the_kernels_reach(device: str) -> None:
     memory = torch.zeros(2**24 + 32, dtype=torch.float16, device=device)
     far = memory.as_strided((2, 16), (2**24, 1))
     far.copy_(arguments["x"])
+    assert _plans.rows_of(far).stride(0) == 16
     for name in PRODUCTS:
         assert torch.equal(call(name, {**arguments, "x": far}), call(name, arguments))
 

@@ -39,6 +39,9 @@ CHANGES: list[dict[str, Any]] = [
     {"scale_shape": ()},
     {"out_dtype": torch.float32},
 ]
+# As many tensors, and of the same properties: one has the bias that the other has for a zero point.
+NO_BIAS = {"has_bias": False, "zero_dtype": torch.float32}
+NO_ZERO_POINT = {"bias_dtype": torch.float32, "zero_dtype": None}
 
 
 def arguments_of(call: dict[str, Any], device: str) -> dict[str, Any]:
@@ -53,42 +56,45 @@ def arguments_of(call: dict[str, Any], device: str) -> dict[str, Any]:
     return {"x": x, "weight_int8": weight, "scale": scale, "bias": bias, "zero_point": zero_point}
 
 
+def called(name: str, call: dict[str, Any], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result of a call and the exact one."""
+    arguments = arguments_of(call, device)
+    x, bias = arguments["x"], arguments["bias"]
+    exact = {**arguments, "bias": None if bias is None else bias.double()}
+    if name == "w8a8_gemm":
+        got = w8a8_gemm(**arguments, out_dtype=call["out_dtype"])
+        return got, w8a8_gemm_torch(**exact, out_dtype=torch.float64).to(call["out_dtype"] or x.dtype)
+    if name == "int8_gemm":
+        got = int8_gemm(**arguments)
+    else:
+        prepared = PackedInt8Weight.pack(*(arguments[key] for key in ("weight_int8", "scale", "zero_point")))
+        got = int8_linear(x, prepared, bias)
+    return got, int8_gemm_torch(**{**exact, "x": x.double()}).to(x.dtype)
+
+
 @pytest.mark.parametrize("name", ["int8_gemm", "int8_linear", "w8a8_gemm"])
 def test_calls_are_told_apart_and_known_again(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: list[Any] = []
     takes_operator = _ops.takes_operator
     monkeypatch.setattr(_ops, "takes_operator", lambda *tensors: unknown.append(1) or takes_operator(*tensors))
     monkeypatch.setattr(_ops, "_RECENT", type(_ops._RECENT)())
-    for change in CHANGES:
+    for before, change in (*(({}, change) for change in CHANGES), (NO_BIAS, NO_ZERO_POINT)):
         if "out_dtype" in change and name != "w8a8_gemm":
             continue
         if name == "int8_linear" and {"zero_dtype", "scale_shape"} & set(change) and len(change) == 1:
             # All of them are prepared to the same.
             continue
-        call = {**CALL, **change}
-        arguments = arguments_of(call, device)
-        x, bias = arguments["x"], arguments["bias"]
-        exact = {**arguments, "bias": None if bias is None else bias.double()}
-        if name == "w8a8_gemm":
-            dtype = call["out_dtype"] or x.dtype
-            want = w8a8_gemm_torch(**{**exact, "out_dtype": torch.float64}).to(dtype)
-        else:
-            want = int8_gemm_torch(**{**exact, "x": x.double()}).to(x.dtype)
-        prepared = PackedInt8Weight.pack(*(arguments[key] for key in ("weight_int8", "scale", "zero_point")))
+        # It is then among the recent calls, of which there are few.
+        called(name, {**CALL, **before}, device)
         counts = []
         for _ in range(3):
             unknown.clear()
-            if name == "int8_gemm":
-                got = int8_gemm(**arguments)
-            elif name == "int8_linear":
-                got = int8_linear(x, prepared, bias)
-            else:
-                got = w8a8_gemm(**arguments, out_dtype=call["out_dtype"])
+            got, want = called(name, {**CALL, **change}, device)
             counts.append(len(unknown))
             # Terms of the sum and of its correction are as large as this.
-            magnitude = 255 * call["k"] ** 0.5 * 4 / 64
-            assert_close(got, want, rounding_tolerance(got.dtype, call["k"], magnitude=magnitude), str(change))
-        assert counts == [1, 0, 0], f"{change}: {counts}"
+            magnitude = 255 * CALL["k"] ** 0.5 * 4 / 64
+            assert_close(got, want, rounding_tolerance(got.dtype, CALL["k"], magnitude=magnitude), str(change))
+        assert counts == [1 if change else 0, 0, 0], f"{change}: {counts}"
 
 
 def test_a_gradient_wanted_after_calls_without_is_not_lost(device: str) -> None:

@@ -70,6 +70,9 @@ def test_calls_are_told_apart(form: str, device: str, monkeypatch: pytest.Monkey
     for change in CHANGES:
         if form == "norm" and "residual_dtype" in change:
             continue
+        # The usual call is then among the recent ones, of which there are few.
+        x, residual, weight = tensors_of(CALL, device)
+        FORMS[form](x, residual, weight)
         call = {**CALL, **change}
         x, residual, weight = tensors_of(call, device)
         summand = torch.zeros_like(x) if form == "norm" else residual
@@ -78,13 +81,14 @@ def test_calls_are_told_apart(form: str, device: str, monkeypatch: pytest.Monkey
         counts = []
         for _ in range(3):
             unknown.clear()
-            got = FORMS[form](x.clone() if form == "in_place" else x, residual.clone(), weight, **call["numbers"])
+            # New ones each time: one form writes into them, and copies would have other strides.
+            got = FORMS[form](*tensors_of(call, device), **call["numbers"])
             counts.append(len(unknown))
             for one, other in zip(got, want, strict=False):
                 roundings = 2 if call["numbers"].get("casting") else 1
                 tolerance = rounding_tolerance(one.dtype, 40, roundings=roundings)
                 assert_close(one, other.to(one.dtype), tolerance, str(change))
-        assert counts[0] == 1, f"{change} took the plan of another call"
+        assert counts[0] == (1 if change else 0), f"{change} took the plan of another call"
         assert counts[1:] == [0, 0], f"{change} was not known after a call"
 
 

@@ -53,6 +53,33 @@ def test_large_memory_asks_for_free_memory(tmp_path: Path) -> None:
     assert "GiB are free" in run_pytest(tmp_path, NEEDS.format(marker="large_memory(100000)"))
 
 
+PRETEND = """
+import torch, tk_testkit.plugin as plugin
+
+plugin.kernel_device = lambda: "cuda"
+torch.cuda.empty_cache = lambda: None
+torch.cuda.mem_get_info = lambda: (2**40, 2**40)
+"""
+TAKES_MUCH = """
+import time, pytest
+
+@pytest.mark.large_memory(1)
+@pytest.mark.parametrize("test", range(2))
+def test_it(test):
+    with open("turns.txt", "a") as file:
+        file.write("in ")
+        file.flush()
+        time.sleep(0.3)
+        file.write("out ")
+"""
+
+
+def test_tests_that_take_much_memory_take_turns_between_processes(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(PRETEND)
+    assert "2 passed" in run_pytest(tmp_path, TAKES_MUCH, "-n", "2")
+    assert (tmp_path / "turns.txt").read_text() == "in out in out "
+
+
 def test_header_and_device_tell_what_runs_kernels(tmp_path: Path) -> None:
     test = NEEDS.format(marker="interpreter")
     interpreted = run_pytest(tmp_path, test, "-s", TRITON_INTERPRET="1")

@@ -98,7 +98,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU, and TRITON_INTERPRET not to be set")
     if memory is not None:
         # Whatever processes they run in, such tests take turns: memory that is free now is promised to one.
-        item.stash[_TURN] = (Path(tempfile.gettempdir()) / "tk-testkit-large-memory.lock").open("w")
+        item.stash[_TURN] = (Path(tempfile.gettempdir()) / f"tk-testkit-large-memory-{os.getuid()}.lock").open("w")
         fcntl.flock(item.stash[_TURN], fcntl.LOCK_EX)
         torch.cuda.empty_cache()
         free_gib = torch.cuda.mem_get_info()[0] / 2**30
