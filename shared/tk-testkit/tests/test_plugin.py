@@ -57,6 +57,7 @@ PRETEND = """
 import torch, tk_testkit.plugin as plugin
 
 plugin.kernel_device = lambda: "cuda"
+torch.cuda.get_device_name = lambda: "no GPU"
 torch.cuda.empty_cache = lambda: None
 torch.cuda.mem_get_info = lambda: (2**40, 2**40)
 """
