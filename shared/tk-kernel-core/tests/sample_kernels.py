@@ -34,6 +34,14 @@ def add_bias_kernel(out_ptr, x_ptr, bias_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def add_blocks_kernel(out_ptr, x, bias_ptr, y, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out = x + bias + y, [BLOCK_M, BLOCK_N] of each; x and y through descriptors."""
+    rows, columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    total = x.load([0, 0]) + tl.load(bias_ptr + columns) + y.load([0, 0])
+    tl.store(out_ptr + rows * BLOCK_N + columns, total)
+
+
+@triton.jit
 def dot_kernel(
     out_ptr,
     a_ptr,

@@ -65,11 +65,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """
     from triton.backends.nvidia import driver as nvidia
 
-    state = SimpleNamespace(launches=[], current_device=0, stream=4711, capturing=False)
+    state = SimpleNamespace(launches=[], encoded=[], current_device=0, stream=4711, capturing=False)
     handles = itertools.count(1)
+
+    def encode(address: int, *layout: Any) -> Any:
+        state.encoded.append(address)
+        return address, [list(part) if isinstance(part, (list, tuple)) else part for part in layout]
+
     utils = SimpleNamespace(
         load_binary=lambda name, *_: ("module", f"{name} {next(handles)}", 32, 0, 1024),
         get_device_properties=lambda _: {"max_shared_mem": 232_448},
+        fill_tma_descriptor=encode,
     )
     driver = SimpleNamespace(
         get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
@@ -83,7 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     launcher = SimpleNamespace(launch=lambda *arguments: state.launches.append(NotedLaunch(*arguments)))
     monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **_: launcher)
     monkeypatch.setattr(nvidia, "library_dirs", list)
-    for name in ("copy_kernel", "ragged_copy_kernel", "add_bias_kernel"):
+    for name in ("copy_kernel", "ragged_copy_kernel", "add_bias_kernel", "add_blocks_kernel"):
         function = getattr(sample_kernels, name)
         monkeypatch.setattr(function, "device_caches", collections.defaultdict(function.create_binder))
 
@@ -197,6 +203,40 @@ def test_a_tensor_left_out_in_the_middle(gpu: Any) -> None:
     assert directness(gpu) == [False, True, True]
     assert gpu.launches[0].content == gpu.launches[2].content
     assert gpu.launches[2].arguments == (*addresses(out, x), None, BLOCK)
+
+
+def test_descriptors_are_encoded_once_for_an_address(gpu: Any) -> None:
+    shape, constexprs = (16, 32), {"BLOCK_M": 16, "BLOCK_N": 32}
+    kernel = Kernel("sample_kernels", "add_blocks_kernel")
+    launch = PreparedLaunch(kernel, (1, 1, 1), (), constexprs, CUDA, {"x": shape, "y": shape})
+    out, x, y, z = torch.empty(4, *shape)
+    bias = torch.empty(shape[1])
+    for second in (y, y, z, z, y):
+        launch(out, x, bias, second)
+    assert directness(gpu) == [False, True, True, True, True]
+    assert gpu.encoded == [*addresses(x, y), *addresses(y, x), z.data_ptr()]
+    assert [noted.content for noted in gpu.launches[:2]] == [gpu.launches[4].content] * 2
+    assert gpu.launches[2].content == gpu.launches[3].content
+    of_y, of_z = (noted.arguments for noted in gpu.launches[1:3])
+    assert [(one, other) for one, other in zip(of_y, of_z, strict=True) if one != other] == [
+        ((y.data_ptr(), of_y[7][1]), (z.data_ptr(), of_y[7][1]))
+    ]
+
+
+def test_a_tensor_that_no_descriptor_reaches_is_refused(gpu: Any) -> None:
+    launch = PreparedLaunch(
+        Kernel("sample_kernels", "add_blocks_kernel"),
+        (1, 1, 1),
+        (),
+        {"BLOCK_M": 16, "BLOCK_N": 32},
+        CUDA,
+        {"x": (16, 32), "y": (16, 32)},
+    )
+    out, x, y = torch.empty(3, 16, 32)
+    launch(out, x, torch.empty(32), y)
+    with pytest.raises(AssertionError, match="16-byte aligned"):
+        launch(out, x, torch.empty(32), torch.empty(16 * 32 + 1)[1:].view(16, 32))
+    assert len(gpu.launches) == 1
 
 
 def test_the_stream_is_asked_for_every_time(gpu: Any) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tk_kernel_core.interpreter import interpreting
-from tk_kernel_core.launch import Kernel, KernelLaunch, TensorArgument
+from tk_kernel_core.launch import DescriptorArgument, Kernel, KernelLaunch, TensorArgument
 from tk_kernel_core.targets import Target
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ class _Specialization:
 class _StandInTensor:
     """What Triton's binder asks of a tensor, without the tensor."""
 
-    def __init__(self, argument: TensorArgument) -> None:
-        self.dtype = getattr(torch, argument.dtype)
-        self._address = 0 if argument.aligned else 1
+    def __init__(self, dtype: str, aligned: bool) -> None:
+        self.dtype = getattr(torch, dtype)
+        self._address = 0 if aligned else 1
 
     def data_ptr(self) -> int:
         return self._address
@@ -116,6 +116,19 @@ class _StandInTensor:
         # The HIP backend uses 32-bit buffer offsets for tensors below 2 GiB. A launch does not say how large
         # its tensors are; below is what nearly all calls have.
         return 0
+
+
+def _stand_in(value: Any) -> Any:
+    """Return what the binder takes for an argument of a launch."""
+    if isinstance(value, TensorArgument):
+        return _StandInTensor(value.dtype, value.aligned)
+    if isinstance(value, DescriptorArgument):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        # Shape and strides are known at run time only.
+        strides = [*(16 for _ in value.block[1:]), 1]
+        return TensorDescriptor(_StandInTensor(value.dtype, True), [1] * len(strides), strides, list(value.block))
+    return value
 
 
 def _jit_function(launch: KernelLaunch) -> JITFunction:
@@ -161,9 +174,7 @@ def _specialize(launch: KernelLaunch, target: Target) -> _Specialization:
             f"the kernel {launch.kernel} is launched for {target.name} with {', '.join(unknown)}, but Triton's "
             f"{target.backend} backend has no such option"
         )
-    arguments = {
-        name: _StandInTensor(value) if isinstance(value, TensorArgument) else value for name, value in launch.arguments
-    }
+    arguments = {name: _stand_in(value) for name, value in launch.arguments}
     bound, specialization, _ = bind(**arguments, **requested)
     options, signature, constexprs, attributes = function._pack_args(backend, requested, bound, specialization, None)
     return _Specialization(

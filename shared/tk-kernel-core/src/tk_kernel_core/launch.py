@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from tk_kernel_core.descriptors import launch_by_address, through_descriptors
 from tk_kernel_core.interpreter import interpreting, prepare_interpreter
 from tk_kernel_core.targets import Target, target_of
 
@@ -89,6 +90,19 @@ class TensorArgument:
 
     dtype: str
     aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorArgument:
+    """What compilation knows of a tensor that is read block by block through a descriptor.
+
+    Attributes:
+        dtype: Element type.
+        block: Shape of a block.
+    """
+
+    dtype: str
+    block: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +195,14 @@ class PreparedLaunch:
         scalars: The scalar arguments, in order.
         constexprs: The compile-time arguments, by name, in the kernel's order.
         device: Where the tensors live.
+        blocks: By name, the tensors that the kernel reads through descriptors, and the shape of the blocks. Such a
+            tensor begins at a multiple of 16 bytes and so do its rows, neighbouring elements follow one another,
+            it is not empty, and its shape and strides are the same in every call.
         options: `num_warps` and further options of Triton's backend.
     """
 
     __slots__ = (
+        "_blocks",
         "_constexprs",
         "_device",
         "_direct",
@@ -203,8 +221,11 @@ class PreparedLaunch:
         scalars: tuple[int | float | bool, ...],
         constexprs: Mapping[str, Any],
         device: torch.device,
+        blocks: Mapping[str, tuple[int, ...]] | None = None,
+        /,
         **options: Any,
     ) -> None:
+        self._blocks = blocks or {}
         self._kernel = kernel
         self._grid = grid
         self._scalars = scalars
@@ -242,21 +263,19 @@ class PreparedLaunch:
         if direct is None or _recorder is not None or _current_device() != self._index:
             self._launch_by_triton(key, tensors)
             return
-        launch, middle, tail, enter_hooks, exit_hooks = direct
+        launch, middle, described, tail, enter_hooks, exit_hooks = direct
         if enter_hooks or exit_hooks:
             self._launch_by_triton(key, tensors)
             return
+        # From the last on, so that the positions of those before stay what they are.
+        for position, arguments_for in described:
+            addresses[position : position + 1] = arguments_for(addresses[position])
         launch(*self._grid, _current_stream(self._index), *middle, *addresses, *tail)
 
     def describe(self, *tensors: torch.Tensor | None) -> KernelLaunch:
         """Return the description of the launch on these tensors."""
-        described = [
-            None
-            if tensor is None
-            else TensorArgument(str(tensor.dtype).removeprefix("torch."), tensor.data_ptr() % _ALIGNMENT_BYTES == 0)
-            for tensor in tensors
-        ]
         names = self._kernel.function.arg_names
+        described = [self._describe(name, tensor) for name, tensor in zip(names, tensors, strict=False)]
         values = (*described, *self._absent(len(described)), *self._rest)
         constexprs = self._kernel.constexpr_names
         last = tuple(names[len(names) - len(constexprs) :])
@@ -270,6 +289,14 @@ class PreparedLaunch:
             tuple(sorted(self._options.items())),
         )
 
+    def _describe(self, name: str, tensor: torch.Tensor | None) -> TensorArgument | DescriptorArgument | None:
+        if tensor is None:
+            return None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if name in self._blocks:
+            return DescriptorArgument(dtype, self._blocks[name])
+        return TensorArgument(dtype, tensor.data_ptr() % _ALIGNMENT_BYTES == 0)
+
     def _absent(self, n_tensors: int) -> tuple[None, ...]:
         """None for each tensor parameter after the first `n_tensors`."""
         return (None,) * (len(self._kernel.function.arg_names) - len(self._rest) - n_tensors)
@@ -279,7 +306,8 @@ class PreparedLaunch:
             _recorder.append(self.describe(*tensors))
         if self._device.type == "meta":
             return
-        arguments = (*tensors, *self._absent(len(tensors)), *self._scalars)
+        names = self._kernel.function.arg_names
+        arguments = (*through_descriptors(tensors, names, self._blocks), *self._absent(len(tensors)), *self._scalars)
         if self._device.type != "cuda":
             self._kernel.function[self._grid](*arguments, **self._constexprs, **self._options)
             return
@@ -293,7 +321,7 @@ class PreparedLaunch:
             compiled = self._kernel.function[self._grid](*arguments, **self._constexprs, **self._options)
         if _direct_launch_is_safe():
             tail = (*self._absent(len(tensors)), *self._rest)
-            self._direct[key] = _direct_launch(compiled, tail)
+            self._direct[key] = _direct_launch(compiled, tail, arguments[: len(tensors)])
 
     def _is_compiled(self, arguments: tuple[Any, ...]) -> bool:
         """Whether Triton holds this kernel loaded on the current device."""
@@ -313,7 +341,7 @@ class PreparedLaunch:
         return compiled is not None and compiled.module is not None
 
 
-def _direct_launch(compiled: Any, tail: tuple[Any, ...]) -> tuple[Any, ...]:
+def _direct_launch(compiled: Any, tail: tuple[Any, ...], tensors: tuple[Any, ...] = ()) -> tuple[Any, ...]:
     """Return Triton's C launcher of a loaded kernel, its arguments around the addresses, and the profilers' lists.
 
     Triton keeps a loaded kernel for the life of the process.
@@ -332,8 +360,9 @@ def _direct_launch(compiled: Any, tail: tuple[Any, ...]) -> tuple[Any, ...]:
         compiled.packed_metadata,
         *no_hooks,
     )
+    launch, described = launch_by_address(compiled, tensors)
     hooks = knobs.runtime
-    return runner.launch, middle, tail, hooks.launch_enter_hook.calls, hooks.launch_exit_hook.calls
+    return launch, middle, described, tail, hooks.launch_enter_hook.calls, hooks.launch_exit_hook.calls
 
 
 @functools.cache
