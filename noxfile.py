@@ -6,6 +6,7 @@ Kernel packages are found under packages/: a new one needs no edit here.
 from __future__ import annotations
 
 import configparser
+import fcntl
 import json
 import os
 import shutil
@@ -103,12 +104,12 @@ def install(session: nox.Session, *requirements: str, wheels: Iterable[Path] = (
     loose = constraints_without_triton(session)
     # pip would compile all of torch, of which a session needs little. Python compiles that when it is imported.
     session.env["PYTHONDONTWRITEBYTECODE"] = None
-    session.install("--no-compile", "torch", "-c", str(loose))
+    install_shared(session, "torch", loose)
     constraints = loose
     if triton:
         version = session.run("python", "-c", FIND_TRITON, silent=True, log=False)
         if not str(version).strip():
-            session.install("triton", "-c", str(CONSTRAINTS))
+            install_shared(session, "triton", CONSTRAINTS)
             constraints = CONSTRAINTS
         elif f"triton=={str(version).strip()}\n" in CONSTRAINTS.read_text():
             constraints = CONSTRAINTS
@@ -118,6 +119,18 @@ def install(session: nox.Session, *requirements: str, wheels: Iterable[Path] = (
         session.install("--no-deps", "--force-reinstall", *files)
     if files or requirements:
         session.install("--no-compile", *files, *requirements, "-c", str(constraints))
+
+
+def install_shared(session: nox.Session, name: str, constraints: Path) -> None:
+    """Install what takes long once for all sessions, in a folder that the session's environment sees from then on."""
+    folder, environment = ROOT / ".nox" / "shared" / name, Path(session.virtualenv.location)
+    for packages in environment.glob("lib/python*/site-packages"):
+        (packages / f"{name}.pth").write_text(f"{folder / packages.relative_to(environment)}\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Sessions may run side by side.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        session.install("--no-compile", "--prefix", str(folder), name, "-c", str(constraints))
 
 
 FIND_TRITON = """

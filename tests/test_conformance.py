@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -130,13 +131,16 @@ assert not torch.cuda.is_initialized()
 """
 
 
+@functools.cache
+def imported_with(module: str) -> set[str]:
+    command = [sys.executable, "-c", IMPORT_PROBE.format(module=module)]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
 @each_published
 def test_import_is_light_and_touches_no_gpu(package: Path) -> None:
     # torch itself may import some of these; the package must not add to them.
-    environment_free = [sys.executable, "-c", IMPORT_PROBE.format(module="torch")]
-    command = [sys.executable, "-c", IMPORT_PROBE.format(module=module_name(package))]
-    before, after = (subprocess.run(c, capture_output=True, text=True, check=True) for c in (environment_free, command))
-    assert set(after.stdout.split()) - set(before.stdout.split()) == set()
+    assert imported_with(module_name(package)) - imported_with("torch") == set()
 
 
 @each_package

@@ -13,7 +13,8 @@ from tk_rmsnorm._plans import rmsnorm_backward
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_residual_torch
 from tk_testkit.close import assert_close
 
-HIDDEN_SIZES = (1, 40, 128, 2520, 4097, 20_000)
+# The last is read in tiles, the one before just in one.
+HIDDEN_SIZES = (1, 40, 128, 2520, 4097, 8200)
 
 
 def leaf(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:

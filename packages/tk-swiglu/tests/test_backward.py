@@ -77,11 +77,13 @@ def assert_gradients(
         assert_close(one, other.to(tensor.dtype), gradient_tolerance(tensor.dtype, terms), f"gradient {index}")
 
 
-@pytest.mark.parametrize("numbers", [PLAIN, GPT_OSS, TIGHT], ids=["plain", "gpt-oss", "tight"])
+@pytest.mark.parametrize(("turn", "numbers"), [(0, PLAIN), (1, GPT_OSS), (2, TIGHT)], ids=["plain", "gpt-oss", "tight"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form(form: str, has_bias: bool, numbers: dict[str, object], device: str) -> None:
-    for dtype, width in itertools.product(DTYPES, (1, 40, 353)):
+def test_every_form(form: str, has_bias: bool, turn: int, numbers: dict[str, object], device: str) -> None:
+    widths = (1, 40, 353)
+    # Over the numbers, every dtype meets every width.
+    for dtype, width in zip(DTYPES, widths[turn:] + widths[:turn], strict=True):
         tensors = leaves_of(form, (2, 5, width), has_bias, dtype, device)
         gradient = torch.randn(2, 5, width, device=device).to(dtype)
         assert_gradients(form, tensors, gradient, 10, **numbers)
@@ -144,7 +146,7 @@ def test_biases_count_before_the_clamp(form: str, device: str) -> None:
     assert all(bool((gradient == 0).all()) for gradient in gradients)
 
 
-@pytest.mark.parametrize(("width", "numbers"), [(64, PLAIN), (64, TIGHT), (1500, TIGHT)], ids=str)
+@pytest.mark.parametrize(("width", "numbers"), [(64, PLAIN), (64, TIGHT), (200, TIGHT)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_a_program_with_many_rows_adds_up_all_of_them(
@@ -179,11 +181,11 @@ def test_bias_gradients_sum_what_was_not_rounded(device: str) -> None:
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "sliced"])
 def test_incoming_gradients_of_any_layout_are_read_right_and_left_alone(layout: str, form: str, device: str) -> None:
     for has_bias in (False, True):
-        tensors = leaves_of(form, (2, 8, 256), has_bias, torch.bfloat16, device)
+        tensors = leaves_of(form, (2, 8, 96), has_bias, torch.bfloat16, device)
         gradient = {
-            "expanded": torch.ones((), dtype=torch.bfloat16, device=device).expand(2, 8, 256),
-            "transposed": torch.randn(2, 256, 8, device=device).to(torch.bfloat16).transpose(1, 2),
-            "sliced": torch.randn(2, 8, 512, device=device).to(torch.bfloat16)[..., ::2],
+            "expanded": torch.ones((), dtype=torch.bfloat16, device=device).expand(2, 8, 96),
+            "transposed": torch.randn(2, 96, 8, device=device).to(torch.bfloat16).transpose(1, 2),
+            "sliced": torch.randn(2, 8, 192, device=device).to(torch.bfloat16)[..., ::2],
         }[layout]
         before = gradient.clone()
         y = activate(form, tensors)
@@ -231,7 +233,7 @@ def backward_arguments(form: str, tensors: list[torch.Tensor]) -> tuple[object, 
 @pytest.mark.parametrize("form", FORMS)
 def test_bias_gradients_repeat_bit_for_bit(form: str, device: str) -> None:
     # The interpreter runs one program after the other, and cannot show more with more rows.
-    rows = 7001 if device == "cuda" else 201
+    rows = 7001 if device == "cuda" else 49
     tensors = leaves_of(form, (rows, 64), True, torch.bfloat16, device)
     dy = torch.randn(rows, 64, device=device).to(torch.bfloat16)
     arguments = (dy, *backward_arguments(form, tensors), 1.0, 0.0, None, True)
@@ -277,6 +279,7 @@ def test_second_derivatives(form: str, has_bias: bool, numbers: dict[str, object
 
 @pytest.mark.parametrize(("alpha", "limit"), [(1.0, None), (1.702, 7.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("few_programs")
 def test_every_finite_gate_of_16_bits(dtype: torch.dtype, alpha: float, limit: float | None, device: str) -> None:
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
     gate = torch.where(gate.isfinite(), gate, 0.0).view(64, 1024).requires_grad_()

@@ -20,10 +20,9 @@ from tk_testkit.strategies import assert_guards_intact, floating_dtypes, guarded
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PACKINGS = list(itertools.product(("concat", "interleaved"), ("gate_first", "up_first")))
 GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
-# 352 is a width after tensor-parallel slicing, the others are odd, prime or of real models.
-WIDTHS = (1, 7, 352, 2731, 11_009, 18_944)
-# Longer rows with biases are many programs, of which the interpreter takes its time for each.
-LONGEST_WITH_BIAS = 2731
+# 352 is a width after tensor-parallel slicing, the others are odd, prime or of real models. 701 takes several programs,
+# of which the interpreter takes its time for each: longer rows are left to GPUs.
+WIDTHS = (1, 7, 352, 701, *(pytest.param(width, marks=pytest.mark.gpu) for width in (2731, 11_009, 18_944)))
 
 
 def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -58,17 +57,16 @@ def test_any_width_and_start_without_reading_past_the_row(width: int, dtype: tor
         up = guarded_view((3, width), (width + 3, 1), dtype, device=device, seed=1, offset=offset)
         biases = [guarded_view((width,), (1,), dtype, device=device, seed=2 + i, offset=offset) for i in (0, 1)]
         assert_close(swiglu_fused(gate, up), exact(gate, up), tolerance(dtype))
-        if width <= LONGEST_WITH_BIAS or device == "cuda":
-            got = swiglu_with_bias(gate, up, *biases, **GPT_OSS)
-            # The sum of up, its bias and beta may be much smaller than they are.
-            assert_close(got, exact(gate, up, *biases, **GPT_OSS), tolerance(dtype, magnitude=16.0))
+        got = swiglu_with_bias(gate, up, *biases, **GPT_OSS)
+        # The sum of up, its bias and beta may be much smaller than they are.
+        assert_close(got, exact(gate, up, *biases, **GPT_OSS), tolerance(dtype, magnitude=16.0))
         for view in (gate, up, *biases):
             assert_guards_intact(view)
 
 
 @pytest.mark.parametrize(("layout", "order"), PACKINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 352, 2731])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_packed_equals_separate_bit_for_bit(
     width: int, dtype: torch.dtype, layout: str, order: str, device: str
@@ -87,27 +85,19 @@ def test_packed_equals_separate_bit_for_bit(
     assert_guards_intact(bias)
 
 
-@pytest.mark.parametrize(("layout", "order"), PACKINGS)
-@pytest.mark.parametrize("width", [11_009, 18_944])
-def test_long_packed_rows_equal_separate_ones(width: int, layout: str, order: str, device: str) -> None:
-    x = guarded_view((3, 2 * width), (2 * width + 3, 1), torch.bfloat16, device=device, offset=1)
-    gate, up = (half.contiguous() for half in unpack(x, layout, order))
-    assert torch.equal(swiglu_packed(x, layout=layout, order=order), swiglu_fused(gate, up))
-    assert_guards_intact(x)
-
-
 @pytest.mark.parametrize("shape", [(96,), (5, 96), (2, 3, 96)], ids=str)
 def test_every_pair_of_dtypes(shape: tuple[int, ...], device: str) -> None:
-    for dtype, up_dtype, *bias_dtypes in itertools.product(DTYPES, repeat=4):
+    for dtype, up_dtype in itertools.product(DTYPES, repeat=2):
         gate = random(*shape, dtype=dtype, device=device)
         up = random(*shape, dtype=up_dtype, device=device, seed=1)
         y = swiglu_fused(gate, up)
         assert y.dtype == dtype
         assert_close(y, exact(gate, up), tolerance(dtype))
-        biases = [random(96, dtype=bias_dtype, device=device, seed=2 + i) for i, bias_dtype in enumerate(bias_dtypes)]
-        y = swiglu_with_bias(gate, up, *biases, **GPT_OSS)
-        assert y.dtype == dtype
-        assert_close(y, exact(gate, up, *biases, **GPT_OSS), tolerance(dtype, magnitude=16.0))
+        for bias_dtypes in itertools.product(DTYPES, repeat=2):
+            biases = [random(96, dtype=bias_dtypes[i], device=device, seed=2 + i) for i in (0, 1)]
+            y = swiglu_with_bias(gate, up, *biases, **GPT_OSS)
+            assert y.dtype == dtype
+            assert_close(y, exact(gate, up, *biases, **GPT_OSS), tolerance(dtype, magnitude=16.0))
 
 
 @pytest.mark.parametrize(("layout", "order"), PACKINGS)
@@ -120,6 +110,7 @@ def test_every_pair_of_dtypes_packed(layout: str, order: str, device: str) -> No
         assert_close(y, want, tolerance(dtype, magnitude=16.0))
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_equals_torch_within_its_two_roundings(device: str) -> None:
     for dtype in DTYPES:
         gate, up = random(2, 16, 1000, dtype=dtype, device=device)
@@ -128,6 +119,7 @@ def test_equals_torch_within_its_two_roundings(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("few_programs")
 def test_gpt_oss_written_out_by_hand(dtype: torch.dtype, device: str) -> None:
     # Wide enough that every clamp bites.
     gate, up = 6 * random(2, 16, 500, dtype=torch.float32, device=device).to(dtype)
@@ -166,6 +158,7 @@ def test_numbers_may_be_integers(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("few_programs")
 def test_rounds_once(dtype: torch.dtype, device: str) -> None:
     gate, up = random(2, 64, 512, dtype=dtype, device=device)
     silu = gate.double() * torch.sigmoid(gate.double())
@@ -178,6 +171,7 @@ def test_rounds_once(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["separate", *(f"{layout} {order}" for layout, order in PACKINGS)])
+@pytest.mark.usefixtures("few_programs")
 def test_biases_are_added_unrounded(form: str, device: str) -> None:
     gate, up = random(2, 64, 512, dtype=torch.bfloat16, device=device)
     biases = random(2, 512, dtype=torch.bfloat16, device=device, seed=1)
@@ -365,7 +359,7 @@ def test_programs_that_begin_and_end_within_rows(form: str, device: str, monkeyp
 
 
 def test_rows_do_not_depend_on_how_many_there_are(device: str) -> None:
-    for width in (96, 97, 4096):
+    for width in (96, 97, 1024):
         gate, up = random(2, 9, width, dtype=torch.bfloat16, device=device)
         whole = swiglu_fused(gate, up)
         assert all(torch.equal(swiglu_fused(gate[i : i + 1], up[i : i + 1]), whole[i : i + 1]) for i in range(9))
@@ -389,7 +383,7 @@ def test_views_with_a_pending_sign(device: str) -> None:
 
 
 def test_repeatable_bit_for_bit(device: str) -> None:
-    gate, up = random(2, 7, 3000, dtype=torch.float16, device=device)
+    gate, up = random(2, 7, 300, dtype=torch.float16, device=device)
     first = swiglu_fused(gate, up)
     assert all(torch.equal(swiglu_fused(gate, up), first) for _ in range(3))
 

@@ -19,7 +19,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, device: str, seed: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [1, 352, 1031])
+@pytest.mark.parametrize("width", [1, 40, 353])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_every_form_writes_a_fresh_tensor(width: int, dtype: torch.dtype, device: str) -> None:
     gate, up = random(2, 3, width, dtype=dtype, device=device)

@@ -76,6 +76,7 @@ def test_the_reference_gives_the_table_too(dtype: torch.dtype, device: str) -> N
 
 @pytest.mark.parametrize(("alpha", "limit"), [(1.0, None), (1.702, 7.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("few_programs")
 def test_every_gate_of_16_bits(dtype: torch.dtype, alpha: float, limit: float | None, device: str) -> None:
     gate = every_pattern(dtype, device)
     for value in (1.0, -0.375):
@@ -91,6 +92,7 @@ def test_every_gate_of_16_bits(dtype: torch.dtype, alpha: float, limit: float | 
 
 @pytest.mark.parametrize("limit", [None, 7.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("few_programs")
 def test_every_up_of_16_bits(dtype: torch.dtype, limit: float | None, device: str) -> None:
     up = every_pattern(dtype, device)
     gate = torch.full_like(up, 0.75)

@@ -32,19 +32,21 @@ def test_it(device):
 
 
 @pytest.mark.parametrize(
-    ("marker", "environment", "outcome"),
+    ("environment", "outcomes"),
     [
-        ("compiler", {}, "1 passed"),
-        ("compiler", {"TRITON_INTERPRET": "1"}, "compiles ahead of time"),
-        ("interpreter", {}, "needs TRITON_INTERPRET=1"),
-        ("interpreter", {"TRITON_INTERPRET": "1"}, "1 passed"),
-        ("gpu", {"CUDA_VISIBLE_DEVICES": ""}, "needs a GPU"),
-        ("gpu", {"TRITON_INTERPRET": "1"}, "needs a GPU"),
-        ("large_memory(1)", {"CUDA_VISIBLE_DEVICES": ""}, "needs a GPU"),
+        ({}, {"compiler": "PASSED", "interpreter": "SKIPPED (needs TRITON_INTERPRET=1"}),
+        (
+            {"TRITON_INTERPRET": "1"},
+            {"compiler": "SKIPPED (compiles ahead of time", "interpreter": "PASSED", "gpu": "SKIPPED (needs a GPU"},
+        ),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"gpu": "SKIPPED (needs a GPU", "large_memory(1)": "SKIPPED (needs a GPU"}),
     ],
 )
-def test_markers_skip_with_a_reason(tmp_path: Path, marker: str, environment: dict[str, str], outcome: str) -> None:
-    assert outcome in run_pytest(tmp_path, NEEDS.format(marker=marker), **environment)
+def test_markers_skip_with_a_reason(tmp_path: Path, environment: dict[str, str], outcomes: dict[str, str]) -> None:
+    tests = (NEEDS.format(marker=marker).replace("test_it", f"test_{number}") for number, marker in enumerate(outcomes))
+    output = run_pytest(tmp_path, "".join(tests), "-vv", **environment)
+    for number, outcome in enumerate(outcomes.values()):
+        assert f"::test_{number} {outcome}" in output
 
 
 @pytest.mark.gpu
