@@ -407,7 +407,9 @@ def test_public_names() -> None:
         "replace_swiglu",
         "swiglu_fused",
         "swiglu_packed",
+        "swiglu_packed_quant_int8",
         "swiglu_packed_torch",
+        "swiglu_quant_int8",
         "swiglu_torch",
         "swiglu_with_bias",
     }

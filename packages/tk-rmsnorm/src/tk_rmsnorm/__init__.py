@@ -3,7 +3,14 @@
 from importlib.metadata import version as _version
 
 from tk_rmsnorm._modules import TritonRMSNorm, replace_rmsnorm
-from tk_rmsnorm._ops import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm, rmsnorm_residual_fused
+from tk_rmsnorm._ops import (
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_,
+    fused_add_rmsnorm_quant_int8,
+    rmsnorm,
+    rmsnorm_quant_int8,
+    rmsnorm_residual_fused,
+)
 from tk_rmsnorm._reference import rmsnorm_residual_torch, rmsnorm_torch
 
 __version__ = _version("tk-rmsnorm")
@@ -12,8 +19,10 @@ __all__ = [
     "TritonRMSNorm",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_",
+    "fused_add_rmsnorm_quant_int8",
     "replace_rmsnorm",
     "rmsnorm",
+    "rmsnorm_quant_int8",
     "rmsnorm_residual_fused",
     "rmsnorm_residual_torch",
     "rmsnorm_torch",

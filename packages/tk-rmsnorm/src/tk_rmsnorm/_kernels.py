@@ -8,6 +8,8 @@ Arithmetic is fp32 throughout.
 import triton
 import triton.language as tl
 
+from tk_kernel_core.quantization_kernels import encode, magnitude_bits, scale_and_factor, store_codes
+
 
 @triton.jit
 def _row_offsets(rows, n_inner, stride_outer, stride_inner, ALIGNMENT: tl.constexpr):
@@ -226,3 +228,98 @@ def rmsnorm_backward_kernel(
         if dweight_ptr is not None:
             columns = tl.arange(0, BLOCK_N)
             tl.store(dweight_ptr + columns, tl.sum(dweight, axis=0), mask=columns < HIDDEN_SIZE)
+
+
+@triton.jit
+def _as_rmsnorm_gives_it(value, rstd, scale, dtype: tl.constexpr, CAST_FIRST: tl.constexpr):
+    """Return the norm in fp32, as the forward kernel rounds it to its result."""
+    normed = _round_through(value * rstd, dtype, CAST_FIRST)
+    return (normed * scale).to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def rmsnorm_quant_kernel(
+    codes_ptr,
+    x_scale_ptr,
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    sum_ptr,
+    n_rows,
+    n_inner,
+    stride_x_outer,
+    stride_x_inner,
+    stride_residual_outer,
+    stride_residual_inner,
+    stride_sum_outer,
+    stride_sum_inner,
+    eps,
+    weight_offset,
+    HIDDEN_SIZE: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """sum = x + residual; codes and x_scale are what y of the forward kernel, in the dtype of x, is quantised to.
+
+    codes are contiguous, and so is x_scale, [n_rows] in fp32. Tiles are those of the forward kernel, and so mean
+    squares add up in the same order.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+
+    first_row = tl.program_id(0).to(n_rows.dtype) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_mask = (rows < n_rows)[:, None]  # [BLOCK_M, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    x_ptr += _row_offsets(rows, n_inner, stride_x_outer, stride_x_inner, ALIGNMENT)
+    if residual_ptr is not None:
+        residual_ptr += _row_offsets(rows, n_inner, stride_residual_outer, stride_residual_inner, ALIGNMENT)
+    if sum_ptr is not None:
+        sum_ptr += _row_offsets(rows, n_inner, stride_sum_outer, stride_sum_inner, ALIGNMENT)
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    if HIDDEN_SIZE <= BLOCK_N:
+        # As in the forward kernel; what is quantised stays in registers too.
+        mask = row_mask & (columns < HIDDEN_SIZE)
+        value = _load_sum(x_ptr, residual_ptr, columns, mask, "evict_last")
+        scale = _load_scale(weight_ptr, weight_offset, columns, columns < HIDDEN_SIZE, HAS_OFFSET)
+        if sum_ptr is not None:
+            tl.store(sum_ptr + columns, value.to(sum_ptr.dtype.element_ty), mask=mask)
+        mean_square = tl.sum(value * value, axis=1, keep_dims=True) / HIDDEN_SIZE  # [BLOCK_M, 1]
+        y = _as_rmsnorm_gives_it(value, tl.rsqrt(mean_square + eps), scale, dtype, CAST_FIRST)
+        x_scale, factor, is_finite = scale_and_factor(tl.max(magnitude_bits(y), axis=1, keep_dims=True))
+        store_codes(codes_ptr, encode(tl.where(is_finite, y, 0.0), factor), first_row, n_rows, 0, HIDDEN_SIZE)
+    else:
+        # Three passes; the others find the row in L2.
+        squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, HIDDEN_SIZE, BLOCK_N):
+            offsets = start + columns
+            mask = row_mask & (offsets < HIDDEN_SIZE)
+            value = _load_sum(x_ptr, residual_ptr, offsets, mask, "evict_last")
+            squares += value * value
+        mean_square = tl.sum(squares, axis=1, keep_dims=True) / HIDDEN_SIZE  # [BLOCK_M, 1]
+        rstd = tl.rsqrt(mean_square + eps)
+        bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        for start in tl.range(0, HIDDEN_SIZE, BLOCK_N):
+            offsets = start + columns
+            mask = row_mask & (offsets < HIDDEN_SIZE)
+            value = _load_sum(x_ptr, residual_ptr, offsets, mask, "evict_last")
+            scale = _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE, HAS_OFFSET)
+            bits = tl.maximum(bits, magnitude_bits(_as_rmsnorm_gives_it(value, rstd, scale, dtype, CAST_FIRST)))
+        x_scale, factor, is_finite = scale_and_factor(tl.max(bits, axis=1, keep_dims=True))
+        for start in tl.range(0, HIDDEN_SIZE, BLOCK_N):
+            offsets = start + columns
+            mask = row_mask & (offsets < HIDDEN_SIZE)
+            value = _load_sum(x_ptr, residual_ptr, offsets, mask, "evict_first")
+            if sum_ptr is not None:
+                tl.store(sum_ptr + offsets, value.to(sum_ptr.dtype.element_ty), mask=mask)
+            scale = _load_scale(weight_ptr, weight_offset, offsets, offsets < HIDDEN_SIZE, HAS_OFFSET)
+            y = _as_rmsnorm_gives_it(value, rstd, scale, dtype, CAST_FIRST)
+            codes = encode(tl.where(is_finite, y, 0.0), factor)
+            store_codes(codes_ptr, codes, first_row, n_rows, start, HIDDEN_SIZE)
+    tl.store(x_scale_ptr + rows[:, None], x_scale, mask=row_mask)

@@ -37,6 +37,23 @@ def _fake_in_place(x: Any, residual: Any, weight: Any, eps: float, weight_offset
     _plans.check_arguments(x, residual, weight, eps, weight_offset, casting, "norm_of_sum")
 
 
+def _fake_codes(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty(x.shape, dtype=torch.int8, device=x.device),
+        torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device),
+    )
+
+
+def _fake_quant(x: Any, weight: Any, eps: float, weight_offset: float, casting: str) -> Any:
+    _plans.check_arguments(x, None, weight, eps, weight_offset, casting, "codes")
+    return _fake_codes(x)
+
+
+def _fake_fused_add_quant(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str) -> Any:
+    _plans.check_arguments(x, residual, weight, eps, weight_offset, casting, "codes_and_sum")
+    return *_fake_codes(x), _empty(residual)
+
+
 def _fake_backward(
     dy: Any, dsum: Any, x: Any, weight: Any, eps: float, weight_offset: float, casting: str, wants_dweight: bool
 ) -> Any:
@@ -129,4 +146,18 @@ fused_add_rmsnorm_ = define_operator(
     f"fused_add_rmsnorm_(Tensor(a!) x, Tensor(b!) residual, {_NUMBERS}) -> ()",
     functools.partial(_plans.forward, form="in_place"),
     _fake_in_place,
+)
+rmsnorm_quant_int8 = define_operator(
+    _LIBRARY,
+    f"rmsnorm_quant_int8(Tensor x, {_NUMBERS}) -> (Tensor, Tensor)",
+    lambda x, weight, eps, weight_offset, casting: _plans.forward(
+        x, None, weight, eps, weight_offset, casting, "codes"
+    ),
+    _fake_quant,
+)
+fused_add_rmsnorm_quant_int8 = define_operator(
+    _LIBRARY,
+    f"fused_add_rmsnorm_quant_int8(Tensor x, Tensor residual, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
+    functools.partial(_plans.forward, form="codes_and_sum"),
+    _fake_fused_add_quant,
 )

@@ -150,6 +150,77 @@ def fused_add_rmsnorm_(
     return x, residual
 
 
+def rmsnorm_quant_int8(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    casting: Casting = "fp32",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise the last dimension and quantise the norm to int8, row by row, in one kernel.
+
+    What `rmsnorm` gives, rounded to `x.dtype`, is quantised symmetrically: `x_scale = absmax / 127` and
+    `codes = round(norm * (127 / absmax))` in fp32, halves to even. Nothing is written but codes and scales, which are
+    what `tk_int8_gemm.w8a8_gemm(codes, …, x_scale=x_scale, out_dtype=…)` takes. A row of the norm whose magnitudes all
+    lie below 2**-110 has scale 1 and codes 0; one with an infinity or NaN has scale NaN and codes 0.
+
+    Args:
+        x: [..., hidden_size] with hidden_size from 1, float16, bfloat16 or float32, any strides.
+        weight: As for `rmsnorm`.
+        eps: As for `rmsnorm`.
+        weight_offset: As for `rmsnorm`.
+        casting: As for `rmsnorm`.
+
+    Returns:
+        `(codes, x_scale)`: int8 with the shape of `x`, and float32 with that shape without its last dimension; new
+        and contiguous.
+
+    Raises:
+        TypeError: An argument is no tensor or has an unsupported dtype.
+        ValueError: Shapes or devices do not fit, or a number lies outside its range.
+        NotImplementedError: A gradient is wanted.
+    """
+    codes_and_scale: tuple[torch.Tensor, torch.Tensor] = _call("codes", x, None, weight, eps, weight_offset, casting)
+    return codes_and_scale
+
+
+def fused_add_rmsnorm_quant_int8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    casting: Casting = "fp32",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add `x` to the residual stream, and normalise and quantise the sum, in one kernel.
+
+    What `fused_add_rmsnorm` gives, its norm quantised as by `rmsnorm_quant_int8`.
+
+    Args:
+        x: [..., hidden_size] with hidden_size from 1, float16, bfloat16 or float32, any strides.
+        residual: Same shape as `x`, any of these dtypes.
+        weight: As for `rmsnorm`.
+        eps: As for `rmsnorm`.
+        weight_offset: As for `rmsnorm`.
+        casting: As for `rmsnorm`.
+
+    Returns:
+        `(codes, x_scale, new_residual)`: as from `rmsnorm_quant_int8`, and the sum with the dtype of `residual`; new
+        and contiguous.
+
+    Raises:
+        TypeError: An argument is no tensor or has an unsupported dtype.
+        ValueError: Shapes or devices do not fit, or a number lies outside its range.
+        NotImplementedError: A gradient is wanted.
+    """
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _call(
+        "codes_and_sum", x, residual, weight, eps, weight_offset, casting
+    )
+    return results
+
+
 def _call(form: Form, x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, casting: str) -> Any:
     tensors: tuple[Any, ...] = (x, weight) if residual is None else (x, residual, weight)
     if weight is None:
@@ -176,6 +247,10 @@ def _call_operator(
         return _operators.rmsnorm_residual(x, residual, weight, eps, weight_offset, casting)
     if form == "norm_and_sum":
         return _operators.fused_add_rmsnorm(x, residual, weight, eps, weight_offset, casting)
+    if form == "codes":
+        return _operators.rmsnorm_quant_int8(x, weight, eps, weight_offset, casting)
+    if form == "codes_and_sum":
+        return _operators.fused_add_rmsnorm_quant_int8(x, residual, weight, eps, weight_offset, casting)
     if torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in (x, residual, weight)
     ):

@@ -22,14 +22,16 @@ from tk_kernel_core.checks import (
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import aligned_strides, overlap_check, row_layout
+from tk_kernel_core.quantization import check_rows, quantize_per_token_torch
 from tk_kernel_core.reduction import sum_rows
 from tk_rmsnorm._launch import backward_config, forward_config
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_backward_torch, rmsnorm_torch
 
 _FORWARD = Kernel("tk_rmsnorm._kernels", "rmsnorm_forward_kernel")
+_QUANT = Kernel("tk_rmsnorm._kernels", "rmsnorm_quant_kernel")
 _BACKWARD = Kernel("tk_rmsnorm._kernels", "rmsnorm_backward_kernel")
 
-Form = Literal["norm", "norm_of_sum", "norm_and_sum", "in_place"]
+Form = Literal["norm", "norm_of_sum", "norm_and_sum", "in_place", "codes", "codes_and_sum"]
 Plan = Callable[[Any, Any, Any], Any]
 _PLANS: PlanCache[Plan] = PlanCache()
 BackwardPlan = Callable[[Any, Any, Any, Any], tuple[torch.Tensor, torch.Tensor]]
@@ -43,7 +45,9 @@ def check_arguments(
     check_tensor("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
-    if form != "norm":
+    if form in ("codes", "codes_and_sum"):
+        check_rows(x)
+    if form not in ("norm", "codes"):
         check_tensor("residual", residual)
         check_shape("residual", residual, x.shape)
         check_same_device("residual", residual, x.device, "x")
@@ -101,7 +105,8 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
 
         def by_reference(x: Any, residual: Any, weight: Any) -> Any:
             if residual is None:
-                return rmsnorm_torch(x.contiguous(), weight, **numbers)
+                y = rmsnorm_torch(x.contiguous(), weight, **numbers)
+                return quantize_per_token_torch(y) if form == "codes" else y
             results = fused_add_rmsnorm_torch(x.contiguous(), residual.contiguous(), weight, **numbers)
             return _deliver(form, x, residual, *results)
 
@@ -119,19 +124,23 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
     if layout is None or not (weight is None or weight.is_contiguous()):
 
         def on_copies(x: Any, residual: Any, weight: Any) -> Any:
-            dense_x, dense_weight = x.contiguous(), None if weight is None else weight.contiguous()
-            if residual is None:
-                return forward(dense_x, None, dense_weight, eps, weight_offset, casting, "norm")
-            results = forward(dense_x, residual.contiguous(), dense_weight, eps, weight_offset, casting, "norm_and_sum")
-            return _deliver(form, x, residual, *results)
+            copies = (None if part is None else part.contiguous() for part in (x, residual, weight))
+            dense_x, dense_residual, dense_weight = copies
+            its_form: Form = "norm_and_sum" if in_place else form
+            results = forward(dense_x, dense_residual, dense_weight, eps, weight_offset, casting, its_form)
+            return _deliver(form, x, residual, *results) if in_place else results
 
         return on_copies
 
     unit, strides = aligned_strides(x.shape[-1], layout)
     is_light = unit >= 8 and all(tensor is None or tensor.element_size() == 2 for tensor in (x, residual, weight))
     config = forward_config(x.shape[-1], residual is not None, is_light, launch_target(x.device))
+    kernel, max_registers = _FORWARD, config.max_registers
+    if form in ("codes", "codes_and_sum"):
+        # Codes are contiguous. To hold what is quantised beside what was loaded takes more registers.
+        kernel, max_registers, strides = _QUANT, None, strides[2:]
     launch = PreparedLaunch(
-        _FORWARD,
+        kernel,
         (-(-layout.n_rows // config.block_m), 1, 1),
         (layout.n_rows, layout.n_inner, *strides, float(eps), float(weight_offset)),
         {
@@ -145,13 +154,15 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
         },
         x.device,
         num_warps=config.num_warps,
-        **({"maxnreg": config.max_registers} if config.max_registers else {}),
+        **({"maxnreg": max_registers} if max_registers else {}),
         **({"launch_pdl": True} if config.dependent_launch else {}),
     )
     if in_place:
         return lambda x, residual, weight: launch(x, x, weight, residual, residual)
     new_y = allocator(x.shape, x.dtype, x.device)
     new_total = allocator(x.shape, summand.dtype, x.device)
+    new_codes = allocator(x.shape, torch.int8, x.device)
+    new_x_scale = allocator(x.shape[:-1], torch.float32, x.device)
 
     def norm(x: Any, residual: Any, weight: Any) -> Any:
         y = new_y()
@@ -168,7 +179,19 @@ def _plan(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float, 
         launch(y, x, weight, residual, total)
         return y, total
 
-    return {"norm": norm, "norm_of_sum": norm_of_sum, "norm_and_sum": norm_and_sum}[form]
+    def codes(x: Any, residual: Any, weight: Any) -> Any:
+        codes, x_scale = new_codes(), new_x_scale()
+        launch(codes, x_scale, x, weight)
+        return codes, x_scale
+
+    def codes_and_sum(x: Any, residual: Any, weight: Any) -> Any:
+        codes, x_scale, total = new_codes(), new_x_scale(), new_total()
+        launch(codes, x_scale, x, weight, residual, total)
+        return codes, x_scale, total
+
+    plans: dict[Form, Plan] = {"norm": norm, "norm_of_sum": norm_of_sum, "norm_and_sum": norm_and_sum}
+    plans |= {"codes": codes, "codes_and_sum": codes_and_sum}
+    return plans[form]
 
 
 def _in_place(plan: Plan, x: torch.Tensor, residual: torch.Tensor) -> Plan:
@@ -196,6 +219,8 @@ def _deliver(form: Form, x: torch.Tensor, residual: torch.Tensor, y: torch.Tenso
         x.copy_(y)
         residual.copy_(total)
         return None
+    if form == "codes_and_sum":
+        return *quantize_per_token_torch(y), total.contiguous()
     return y.contiguous() if form == "norm_of_sum" else (y.contiguous(), total.contiguous())
 
 

@@ -9,8 +9,15 @@ import torch
 
 from tk_kernel_core import baselines
 from tk_kernel_core.numerics import rounding_tolerance
+from tk_kernel_core.quantization import quantize_per_token_torch
 from tk_kernel_core.spec import BaselineUnavailable, Case, CaseValue, Cost, Inputs, KernelSpec, Tolerance
-from tk_rmsnorm._ops import fused_add_rmsnorm, fused_add_rmsnorm_, rmsnorm
+from tk_rmsnorm._ops import (
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_,
+    fused_add_rmsnorm_quant_int8,
+    rmsnorm,
+    rmsnorm_quant_int8,
+)
 from tk_rmsnorm._plans import rmsnorm_backward
 from tk_rmsnorm._reference import fused_add_rmsnorm_torch, rmsnorm_backward_torch, rmsnorm_torch
 
@@ -56,6 +63,9 @@ _CASES = (
     _case("llama3-70b-add-prefill", 8192, 8192, "Llama-3-70B, 8192 tokens", "prefill", "headline", form="add"),
     _case("llama3-405b-add-prefill", 4096, 16_384, "Llama-3.1-405B, 4096 tokens", "prefill", "headline", form="add"),
     _case("llama3-8b-add-in-place", 32, 4096, "the serving contract, 32 sequences", "decode", form="add_in_place"),
+    _case("llama3-8b-quant-prefill", 2048, 4096, "Llama-3-8B input_layernorm before W8A8", "prefill", form="quant"),
+    _case("llama3-8b-add-quant-prefill", 2048, 4096, "Llama-3-8B between W8A8 products", "prefill", form="add_quant"),
+    _case("llama3-8b-add-quant-decode", 16, 4096, "the same, 16 sequences", "decode", form="add_quant"),
     _case("llama3-8b-backward", 8192, 4096, "Llama-3-8B training, 8192 tokens", "training", form="backward"),
     _case("qwen3-qk-norm-backward", 65_536, 128, "Qwen3-8B q_norm training", "training", form="backward"),
 )
@@ -85,7 +95,7 @@ def make_inputs(case: Case, device: str, seed: int) -> Inputs:
         "numbers": {name: params[name] for name in ("eps", "weight_offset", "casting")},
         "is_plain": (params["form"], params["casting"], params["weight_offset"]) == ("norm", "fp32", 0.0),
     }
-    if params["form"] in ("add", "add_in_place"):
+    if "add" in params["form"]:
         inputs["residual"] = random(rows, hidden_size)
     if params["form"] == "backward":
         inputs["dy"] = random(rows, hidden_size)
@@ -101,12 +111,19 @@ def run(inputs: Inputs) -> Any:
         return fused_add_rmsnorm(x, inputs["residual"], weight, **numbers)
     if inputs["form"] == "add_in_place":
         return fused_add_rmsnorm_(x, inputs["residual"], weight, **numbers)
+    if inputs["form"] == "quant":
+        return rmsnorm_quant_int8(x, weight, **numbers)
+    if inputs["form"] == "add_quant":
+        return fused_add_rmsnorm_quant_int8(x, inputs["residual"], weight, **numbers)
     return rmsnorm_backward(inputs["dy"], None, x, weight, **numbers)
 
 
 def reference(inputs: Inputs) -> Any:
-    """Return the same results, computed in float64."""
+    """Return the same results, computed in float64; codes are held against those of the norm that other cases check."""
     x, weight, numbers = inputs["x"], inputs["weight"], inputs["numbers"]
+    if "quant" in inputs["form"]:
+        # Of two norms a rounding apart, one element in many has another code.
+        return _unfused(inputs)
     exact = x.double()
     if inputs["form"] == "norm":
         return rmsnorm_torch(exact, weight, **numbers).to(x.dtype)
@@ -126,20 +143,26 @@ def cost(case: Case) -> Cost:
         "norm": (1, 1, 4, 0),
         "add": (2, 2, 5, 0),
         "add_in_place": (2, 2, 5, 0),
+        "quant": (1, 0, 7, 0),
+        "add_quant": (2, 1, 8, 0),
         "backward": (2, 1, 11, 1),
     }[params["form"]]
     weight_bytes = params["hidden_size"] * size
+    # A byte for each code, and a scale in fp32 for each row.
+    code_bytes = elements + 4 * params["rows"] if "quant" in params["form"] else 0
     return Cost(
         flops=flops_per_element * elements,
         bytes_read=reads * elements * size + weight_bytes,
-        bytes_written=writes * elements * size + weights_written * weight_bytes,
+        bytes_written=writes * elements * size + weights_written * weight_bytes + code_bytes,
     )
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Rounding of the result, and for gradients the cancellation of the terms they are sums of."""
+    """Rounding of the result, for gradients the cancellation of the terms they are sums of; codes must be equal."""
     params: dict[str, Any] = dict(case.params)
     dtype = getattr(torch, params["dtype"])
+    if "quant" in params["form"]:
+        return Tolerance(0.0, 0.0)
     roundings = 2 if params["casting"] == "llama" else 1
     if params["form"] == "backward":
         return rounding_tolerance(dtype, max(params["rows"], params["hidden_size"]), roundings=roundings, magnitude=4.0)
@@ -165,12 +188,37 @@ def _formula(inputs: Inputs) -> Any:
         return rmsnorm_torch(x, weight, **numbers)
     if inputs["form"] == "backward":
         return rmsnorm_backward_torch(inputs["dy"], None, x, weight, **numbers)
-    return fused_add_rmsnorm_torch(x, inputs["residual"], weight, **numbers)
+    if inputs["form"] == "quant":
+        return quantize_per_token_torch(rmsnorm_torch(x, weight, **numbers))
+    y, total = fused_add_rmsnorm_torch(x, inputs["residual"], weight, **numbers)
+    return (*quantize_per_token_torch(y), total) if inputs["form"] == "add_quant" else (y, total)
+
+
+def _unfused(inputs: Inputs) -> Any:
+    x, weight, numbers = inputs["x"], inputs["weight"], inputs["numbers"]
+    if inputs["form"] == "quant":
+        return quantize_per_token_torch(rmsnorm(x, weight, **numbers))
+    y, total = fused_add_rmsnorm(x, inputs["residual"], weight, **numbers)
+    return *quantize_per_token_torch(y), total
+
+
+_COMPILED_UNFUSED = baselines.compiled(_unfused)
+
+
+def _by_unfused(inputs: Inputs) -> Any:
+    if "quant" not in inputs["form"]:
+        raise BaselineUnavailable("this case is one of the parts")
+    return _COMPILED_UNFUSED(inputs)
 
 
 def _by_copy(inputs: Inputs) -> Any:
     if inputs["form"] == "backward" or not inputs["x"].is_contiguous():
         raise BaselineUnavailable("a plain copy moves other bytes than this case")
+    if "quant" in inputs["form"]:
+        # Codes have half the bytes of 16-bit elements: of 2 + 1, or of 4 + 3, a copy has half to read.
+        x, residual = inputs["x"].flatten(), inputs.get("residual")
+        n = x.numel() * 3 // 4 if residual is None else x.numel() * 7 // 8
+        return baselines.copy(x[:n], None if residual is None else residual.flatten()[:n])
     return baselines.copy(inputs["x"], inputs.get("residual"))
 
 
@@ -194,7 +242,7 @@ def _by_liger(inputs: Inputs) -> Any:
 
 SPEC = KernelSpec(
     name="tk-rmsnorm",
-    summary="RMSNorm and residual add + RMSNorm, forward and backward",
+    summary="RMSNorm and residual add + RMSNorm, forward and backward, and quantised to int8",
     cases={case.name: case for case in _CASES},
     make_inputs=make_inputs,
     run=run,
@@ -207,6 +255,7 @@ SPEC = KernelSpec(
         "torch.compile": baselines.compiled(_formula),
         "copy": _by_copy,
         "liger": _by_liger,
+        "unfused": _by_unfused,
     },
     bars={
         "llama3-70b-prefill": {"torch.compile": 0.99},

@@ -27,6 +27,23 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """How the quantising kernel is launched.
+
+    Attributes:
+        block_m: Rows per program.
+        block_n: Columns per tile; at least the width where a row is kept in registers.
+        num_warps: Warps per program.
+        dependent_launch: As in `ForwardConfig`.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    dependent_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardConfig:
     """How the backward kernel is launched.
 
@@ -64,6 +81,23 @@ def forward_config(n_elements: int, layout: str, target: Target) -> ForwardConfi
     else:
         block, elements_per_thread = 2048, 16
     return ForwardConfig(block, target.warps(block // elements_per_thread), target.is_hopper_or_later)
+
+
+def quant_config(width: int, has_bias: bool, target: Target) -> QuantConfig:
+    """Choose the quantising launch.
+
+    Args:
+        width: Columns of the result.
+        has_bias: Whether there are biases, which take registers.
+        target: The GPU.
+    """
+    # A row that registers do not hold is read twice, the second time from L2.
+    block_n = next_power_of_two(width)
+    if block_n > (16_384 if has_bias else 32_768):
+        block_n = 8192
+    block_m = max(1, 2048 // block_n)
+    num_warps = target.warps(block_m * block_n // (16 if block_n <= 8192 else 32))
+    return QuantConfig(block_m, block_n, num_warps, target.is_hopper_or_later)
 
 
 def backward_config(n_rows: int, width: int, has_bias: bool, target: Target) -> BackwardConfig:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tk_kernel_core.registration import define_operator
-from tk_swiglu import _plans
+from tk_swiglu import _plans, _quant_plans
 from tk_swiglu._plans import Form
 from tk_swiglu._reference import swiglu_backward_torch
 
@@ -73,4 +73,23 @@ swiglu = define_operator(
     _fake_forward,
     backward=_backward,
     setup_context=_save,
+)
+
+
+def _quantised(gate: Any, up: Any, bias: Any, bias_up: Any, *form: Any) -> _quant_plans.CodesAndScale:
+    return _quant_plans.quantised(gate, up, bias, bias_up, Form(*form))
+
+
+def _fake_quantised(gate: Any, up: Any, bias: Any, bias_up: Any, *form: Any) -> _quant_plans.CodesAndScale:
+    call = Form(*form)
+    _quant_plans.check_arguments(gate, up, bias, bias_up, call)
+    shape = _plans.result_shape(gate, call.layout)
+    return (
+        torch.empty(shape, dtype=torch.int8, device=gate.device),
+        torch.empty(shape[:-1], dtype=torch.float32, device=gate.device),
+    )
+
+
+swiglu_quant_int8 = define_operator(
+    _LIBRARY, f"swiglu_quant_int8({_INPUTS}, {_FORM}) -> (Tensor, Tensor)", _quantised, _fake_quantised
 )

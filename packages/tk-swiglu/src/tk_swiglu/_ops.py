@@ -9,12 +9,13 @@ import torch
 from tk_kernel_core.checks import check_choice, check_tensor
 from tk_kernel_core.recent import RecentPlans
 from tk_kernel_core.registration import takes_operator
-from tk_swiglu import _operators, _plans
+from tk_swiglu import _operators, _plans, _quant_plans
 from tk_swiglu._plans import Form, Plan
 
 Layout = Literal["concat", "interleaved"]
 Order = Literal["gate_first", "up_first"]
 _RECENT: RecentPlans[Plan] = RecentPlans()
+_RECENT_QUANT: RecentPlans[_quant_plans.Plan] = RecentPlans()
 
 
 def swiglu_fused(
@@ -131,6 +132,77 @@ def swiglu_packed(
     return _swiglu(x, None, bias, None, Form(layout, order == "gate_first", alpha, beta, limit), out)
 
 
+def swiglu_quant_int8(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    bias_gate: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `swiglu_fused`, or `swiglu_with_bias`, and quantise the product to int8, row by row, in one kernel.
+
+    Bit for bit what these give, rounded to `gate.dtype` and then quantised symmetrically: `x_scale = absmax / 127` and
+    `codes = round(y * (127 / absmax))` in fp32, halves to even. Nothing is written but codes and scales, which are
+    what `tk_int8_gemm.w8a8_gemm(codes, …, x_scale=x_scale, out_dtype=…)` takes. A row of the product whose magnitudes
+    all lie below 2**-110 has scale 1 and codes 0; one with an infinity or NaN has scale NaN and codes 0.
+
+    Args:
+        gate: [..., width] with width from 1, float16, bfloat16 or float32, any strides.
+        up: Same shape, any of these dtypes and any strides.
+        bias_gate: [width], any of these dtypes; None for none, of both.
+        bias_up: [width], any of these dtypes; None for none, of both.
+        alpha: As for `swiglu_fused`.
+        beta: As for `swiglu_fused`.
+        limit: As for `swiglu_fused`.
+
+    Returns:
+        `(codes, x_scale)`: int8 [..., width] and float32 [...], new and contiguous.
+
+    Raises:
+        TypeError: As for `swiglu_fused`, or one bias without the other.
+        ValueError: As for `swiglu_fused`.
+        NotImplementedError: A gradient is wanted.
+    """
+    return _quantised(gate, up, bias_gate, bias_up, Form("separate", True, alpha, beta, limit))
+
+
+def swiglu_packed_quant_int8(
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    layout: Layout = "concat",
+    order: Order = "gate_first",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `swiglu_packed` and quantise the product as `swiglu_quant_int8` does, in one kernel.
+
+    Args:
+        x: [..., 2 * width] with width from 1, float16, bfloat16 or float32, any strides.
+        bias: As for `swiglu_packed`.
+        layout: As for `swiglu_packed`.
+        order: As for `swiglu_packed`.
+        alpha: As for `swiglu_fused`.
+        beta: As for `swiglu_fused`.
+        limit: As for `swiglu_fused`.
+
+    Returns:
+        `(codes, x_scale)`: int8 [..., width] and float32 [...], new and contiguous.
+
+    Raises:
+        TypeError: As for `swiglu_packed`.
+        ValueError: As for `swiglu_packed`.
+        NotImplementedError: A gradient is wanted.
+    """
+    check_choice("layout", layout, ("concat", "interleaved"))
+    check_choice("order", order, ("gate_first", "up_first"))
+    return _quantised(x, None, bias, None, Form(layout, order == "gate_first", alpha, beta, limit))
+
+
 def _swiglu(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> torch.Tensor:
     tensors: tuple[Any, ...] = (gate,) if up is None else (gate, up)
     if bias is not None:
@@ -158,3 +230,19 @@ def _call_operator(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out:
             raise RuntimeError("out cannot be combined with gradients: call without it, or under torch.no_grad()")
     result: torch.Tensor = _operators.swiglu(gate, up, bias, bias_up, *form)
     return result if out is None else out.copy_(result)
+
+
+def _quantised(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form) -> _quant_plans.CodesAndScale:
+    operands = gate, up, bias, bias_up
+    tensors = tuple(operand for operand in operands if operand is not None)
+    known_as = form, tuple(operand is None for operand in operands)
+    plan = _RECENT_QUANT.find(known_as, tensors)
+    if plan is None:
+        if takes_operator(*tensors):
+            if not torch.compiler.is_compiling():
+                _quant_plans.check_arguments(*operands, form)
+            pair: _quant_plans.CodesAndScale = _operators.swiglu_quant_int8(*operands, *form)
+            return pair
+        plan = _quant_plans.plan_of(*operands, form)
+        _RECENT_QUANT.remember(known_as, tensors, plan)
+    return plan(*operands)

@@ -27,7 +27,7 @@ from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import RowLayout, aligned_strides, overlap_check, row_layout
 from tk_kernel_core.reduction import sum_rows
-from tk_swiglu._launch import BackwardConfig, ForwardConfig, backward_config, forward_config
+from tk_swiglu._launch import BackwardConfig, ForwardConfig, QuantConfig, backward_config, forward_config
 from tk_swiglu._reference import swiglu_backward_torch, swiglu_torch, unpacked
 
 _FORWARD = Kernel("tk_swiglu._kernels", "swiglu_forward_kernel")
@@ -147,11 +147,11 @@ def _plan(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> 
         return by_reference
 
     dense = torch.empty(shape, device="meta").stride()
-    rows = _rows(gate, up, bias, form.layout, dense if out is None else out.stride())
+    rows = rows_of(gate, up, bias, form.layout, dense if out is None else out.stride())
     if rows is None or not all(tensor is None or tensor.is_contiguous() for tensor in (bias, bias_up)):
 
         def on_copies(gate: Any, up: Any, bias: Any, bias_up: Any, out: Any) -> torch.Tensor:
-            gate, up, bias, bias_up = _contiguous(gate, up, bias, bias_up)
+            gate, up, bias, bias_up = contiguous(gate, up, bias, bias_up)
             return _deliver(forward(gate, up, bias, bias_up, form), out)
 
         return on_copies
@@ -161,16 +161,16 @@ def _plan(gate: Any, up: Any, bias: Any, bias_up: Any, form: Form, out: Any) -> 
     launch = PreparedLaunch(
         _FORWARD,
         (-(-n_elements // config.block), 1, 1),
-        (n_elements // rows.unit, rows.n_inner, *rows.strides, *_scalars(form)),
+        (n_elements // rows.unit, rows.n_inner, *rows.strides, *scalars_of(form)),
         {
             "WIDTH": 0 if rows.is_flat else rows.width,
-            **_constexprs(form, rows),
+            **constexprs_of(form, rows),
             "BLOCK": config.block,
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
         gate.device,
         num_warps=config.num_warps,
-        **_options(config),
+        **options_of(config),
     )
     new_out = allocator(shape, gate.dtype, gate.device)
 
@@ -208,8 +208,13 @@ class _Rows:
     is_flat: bool
 
 
-def _rows(gate: Any, up: Any, bias: Any, layout: str, result_strides: tuple[int, ...]) -> _Rows | None:
-    """Find the rows of a tensor shaped like the result, of gate and of up; None where one must be copied first."""
+def rows_of(
+    gate: Any, up: Any, bias: Any, layout: str, result_strides: tuple[int, ...], may_merge: bool = True
+) -> _Rows | None:
+    """Find the rows of a tensor shaped like the result, of gate and of up; None where one must be copied first.
+
+    Unless they `may_merge`, none of several rows is part of a longer one.
+    """
     width = result_shape(gate, layout)[-1]
     if width == 1:
         # Its stride says nothing, but gate may have two columns, whose stride does.
@@ -219,18 +224,18 @@ def _rows(gate: Any, up: Any, bias: Any, layout: str, result_strides: tuple[int,
         return None
     # Where nothing tells one row from the next, one row holds them all.
     dense = (width, 0), (gate.shape[-1], 0), (gate.shape[-1], 0)
-    is_flat = bias is None and layout != "concat" and (rows.n_rows == 1 or rows.strides == dense)
+    is_flat = may_merge and bias is None and layout != "concat" and (rows.n_rows == 1 or rows.strides == dense)
     if is_flat:
         width *= rows.n_rows
         rows = RowLayout(1, 1, ((0, 0),) * 3)
     return _Rows(rows.n_rows, rows.n_inner, width, *aligned_strides(width, rows), is_flat)
 
 
-def _scalars(form: Form) -> tuple[float, float, float]:
+def scalars_of(form: Form) -> tuple[float, float, float]:
     return float(form.alpha), float(form.beta), 0.0 if form.limit is None else float(form.limit)
 
 
-def _constexprs(form: Form, rows: _Rows) -> dict[str, Any]:
+def constexprs_of(form: Form, rows: _Rows) -> dict[str, Any]:
     return {
         "LAYOUT": form.layout,
         "GATE_FIRST": form.gate_first,
@@ -240,11 +245,11 @@ def _constexprs(form: Form, rows: _Rows) -> dict[str, Any]:
     }
 
 
-def _options(config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
+def options_of(config: ForwardConfig | BackwardConfig | QuantConfig) -> dict[str, Any]:
     return {"launch_pdl": True} if config.dependent_launch else {}
 
 
-def _contiguous(*tensors: Any) -> list[Any]:
+def contiguous(*tensors: Any) -> list[Any]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
@@ -336,11 +341,11 @@ def _backward_plan(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any, form: F
 
         return by_reference
 
-    rows = _rows(gate, up, bias, form.layout, dy.stride())
+    rows = rows_of(gate, up, bias, form.layout, dy.stride())
     if rows is None or not all(tensor is None or tensor.is_contiguous() for tensor in (bias, bias_up)):
 
         def on_copies(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any) -> Gradients:
-            dy, gate, up, bias, bias_up = _contiguous(dy, gate, up, bias, bias_up)
+            dy, gate, up, bias, bias_up = contiguous(dy, gate, up, bias, bias_up)
             return swiglu_backward(dy, gate, up, bias, bias_up, form, wants_bias)
 
         return on_copies
@@ -357,10 +362,10 @@ def _backward_plan(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any, form: F
             rows.n_inner,
             0 if rows.is_flat else gate.shape[-1] // rows.unit,
             *rows.strides,
-            *_scalars(form),
+            *scalars_of(form),
         ),
         {
-            **_constexprs(form, rows),
+            **constexprs_of(form, rows),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "STAGES": config.stages,
@@ -368,7 +373,7 @@ def _backward_plan(dy: Any, gate: Any, up: Any, bias: Any, bias_up: Any, form: F
         },
         gate.device,
         num_warps=config.num_warps,
-        **_options(config),
+        **options_of(config),
     )
     new_dgate = allocator(gate.shape, gate.dtype, gate.device)
     new_dup = None if up is None else allocator(up.shape, up.dtype, up.device)

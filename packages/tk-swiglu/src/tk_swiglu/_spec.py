@@ -9,8 +9,11 @@ import torch
 
 from tk_kernel_core import baselines
 from tk_kernel_core.numerics import rounding_tolerance
+from tk_kernel_core.quantization import quantize_per_token_torch
 from tk_kernel_core.spec import BaselineUnavailable, Case, CaseValue, Cost, Inputs, KernelSpec, Tolerance
+from tk_swiglu._operators import swiglu
 from tk_swiglu._plans import Form, forward, swiglu_backward
+from tk_swiglu._quant_plans import quantised
 from tk_swiglu._reference import swiglu_backward_torch, swiglu_torch, unpacked
 
 _LARGEST_INTERPRETED = 32_768
@@ -45,6 +48,9 @@ _CASES = (
     _case("bias-prefill", 2048, 11_008, "projections with biases of their own", "prefill", bias=True),
     _case("odd-width", 16, 2731, "no power of two and no 16-byte row", "smoke", dtype="float16", layout="concat"),
     _case("float32-prefill", 2048, 11_008, "Llama-2-7B in float32", "prefill", dtype="float32"),
+    _case("llama3-8b-quant-prefill", 2048, 14_336, "Llama-3-8B MLP before a W8A8 down_proj", "prefill", form="quant"),
+    _case("llama3-8b-quant-decode", 16, 14_336, "the same, 16 sequences", "decode", form="quant"),
+    _case("llama3-8b-concat-quant", 2048, 14_336, "one projection", "prefill", form="quant", layout="concat"),
     _case("llama2-7b-backward", 2048, 11_008, "training, 2048 tokens", "training", "headline", form="backward"),
     _case("llama3-8b-backward", 16_384, 14_336, "training, 16384 tokens", "training", "headline", form="backward"),
     _case("concat-backward", 2048, 14_336, "training, one projection", "training", form="backward", layout="concat"),
@@ -92,21 +98,31 @@ def run(inputs: Inputs) -> Any:
     """Call the package's function."""
     if inputs["form"] == "forward":
         return forward(*_tensors(inputs), inputs["options"])
+    if inputs["form"] == "quant":
+        return quantised(*_tensors(inputs), inputs["options"])
     gradients = swiglu_backward(inputs["dy"], *_tensors(inputs), inputs["options"], inputs["bias"] is not None)
     return tuple(gradient for gradient in gradients if gradient.numel())
 
 
 def _formula(inputs: Inputs, tensors: tuple[Any, Any, Any, Any]) -> Any:
     layout, gate_first, alpha, beta, limit = inputs["options"]
-    if inputs["form"] == "forward":
+    if inputs["form"] in ("forward", "quant"):
         gate, up, bias_gate, bias_up = unpacked(*tensors, layout, gate_first)
-        return swiglu_torch(gate, up, bias_gate, bias_up, alpha=alpha, beta=beta, limit=limit)
+        y = swiglu_torch(gate, up, bias_gate, bias_up, alpha=alpha, beta=beta, limit=limit)
+        return quantize_per_token_torch(y) if inputs["form"] == "quant" else y
     gradients = swiglu_backward_torch(inputs["dy"], *tensors, layout, gate_first, alpha, beta, limit)
     return tuple(gradient for gradient in gradients if gradient is not None)
 
 
+def _unfused(inputs: Inputs) -> Any:
+    return quantize_per_token_torch(swiglu(*_tensors(inputs), *inputs["options"]))
+
+
 def reference(inputs: Inputs) -> Any:
-    """Return the same results, computed in float64."""
+    """Return the same results, computed in float64; codes are held against those of the product that others check."""
+    if inputs["form"] == "quant":
+        # Of two products a rounding apart, one element in many has another code.
+        return _unfused(inputs)
     gate, up, bias, bias_up = (None if tensor is None else tensor.double() for tensor in _tensors(inputs))
     results = _formula(inputs, (gate, up, bias, bias_up))
     dtype = inputs["gate"].dtype
@@ -119,18 +135,23 @@ def cost(case: Case) -> Cost:
     elements = params["rows"] * params["width"]
     size = getattr(torch, params["dtype"]).itemsize
     bias_bytes = 2 * params["width"] * size if params["bias"] else 0
-    reads, writes, flops_per_element = (2, 1, 6) if params["form"] == "forward" else (3, 2, 14)
+    forms = {"forward": (2, 1, 6), "quant": (2, 0, 9), "backward": (3, 2, 14)}
+    reads, writes, flops_per_element = forms[params["form"]]
+    # A byte for each code, and a scale in fp32 for each row.
+    further_bytes = {"quant": elements + 4 * params["rows"], "backward": bias_bytes}
     return Cost(
         flops=flops_per_element * elements,
         bytes_read=reads * elements * size + bias_bytes,
-        bytes_written=writes * elements * size + (bias_bytes if params["form"] == "backward" else 0),
+        bytes_written=writes * elements * size + further_bytes.get(params["form"], 0),
     )
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Rounding of the result, and for gradients the cancellation of the terms they are sums of."""
+    """Rounding of the result, for gradients the cancellation of the terms they are sums of; codes must be equal."""
     params: dict[str, Any] = dict(case.params)
     dtype = getattr(torch, params["dtype"])
+    if params["form"] == "quant":
+        return Tolerance(0.0, 0.0)
     if params["form"] == "forward":
         return rounding_tolerance(dtype, 16)
     return rounding_tolerance(dtype, params["rows"] if params["bias"] else 16, magnitude=8.0)
@@ -159,9 +180,19 @@ def _by_formula(inputs: Inputs) -> Any:
 
 def _by_copy(inputs: Inputs) -> Any:
     memory = inputs["memory"].flatten()
-    # Forward reads 2 and writes 1 of the pieces, backward reads 3 and writes 2: a copy of half the sum moves as much.
-    moved = 3 if inputs["form"] == "forward" else 5
-    return baselines.copy(memory[: memory.numel() // len(inputs["memory"]) * moved // 2])[0]
+    # Forward reads 2 and writes 1 of the pieces, or half of one as codes; backward reads 3 and writes 2: a copy of half
+    # the sum moves as much.
+    quarters = {"forward": 6, "quant": 5, "backward": 10}[inputs["form"]]
+    return baselines.copy(memory[: memory.numel() // len(inputs["memory"]) * quarters // 4])[0]
+
+
+_COMPILED_UNFUSED = baselines.compiled(_unfused)
+
+
+def _by_unfused(inputs: Inputs) -> Any:
+    if inputs["form"] != "quant":
+        raise BaselineUnavailable("this case is one of the parts")
+    return _COMPILED_UNFUSED(inputs)
 
 
 def _by_liger(inputs: Inputs) -> Any:
@@ -179,7 +210,7 @@ def _by_liger(inputs: Inputs) -> Any:
 
 SPEC = KernelSpec(
     name="tk-swiglu",
-    summary="SwiGLU with clamps and biases, packed or separate, forward and backward",
+    summary="SwiGLU with clamps and biases, packed or separate, forward and backward, and quantised to int8",
     cases={case.name: case for case in _CASES},
     make_inputs=make_inputs,
     run=run,
@@ -192,6 +223,7 @@ SPEC = KernelSpec(
         "torch.compile": baselines.compiled(_by_formula),
         "copy": _by_copy,
         "liger": _by_liger,
+        "unfused": _by_unfused,
     },
     bars={
         "llama3-8b-prefill": {"torch.compile": 1.00},
