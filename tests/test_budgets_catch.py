@@ -87,12 +87,14 @@ def test_operands_cast_to_fp32_are_caught_as_lost_matrix_units(copy_of: CopyOf) 
     case, targets = "llama2-7b-plain-decode", ("sm_80", "sm_90", "gfx942")
     assert violations_of(copy_of("tk-int8-gemm", "unchanged", {}), case, targets) == []
 
-    spoilt = "tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision='ieee')"
-    cast = copy_of("tk-int8-gemm", "cast", {"_kernels.py": {"tl.dot(weight, x)": spoilt}})
-    wrong = [str(violation) for violation in violations_of(cast, case, targets)]
-    for target, unit in zip(targets, ("mma.sync", "mma.sync", "v_mfma"), strict=True):
-        place = f"tk-int8-gemm, {case}, {target}, int8_gemm_kernel"
-        assert f"{place}: {unit} instructions: wanted at least 1, found 0" in wrong
+    # By default the units multiply fp32 as TF32, which is another instruction; exactly, they do not multiply it at all.
+    for precision in ("tf32", "ieee"):
+        spoilt = f"tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision='{precision}')"
+        cast = copy_of("tk-int8-gemm", precision, {"_kernels.py": {"tl.dot(weight, x)": spoilt}})
+        wrong = [str(violation) for violation in violations_of(cast, case, targets)]
+        for target, unit in zip(targets, ("mma.sync", "mma.sync", "v_mfma"), strict=True):
+            place = f"tk-int8-gemm, {case}, {target}, int8_gemm_kernel"
+            assert f"{place}: {unit} instructions: wanted at least 1, found 0" in wrong
 
 
 def test_tile_too_large_for_its_warps_is_caught_as_spilling(copy_of: CopyOf) -> None:

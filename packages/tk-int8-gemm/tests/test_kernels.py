@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tk_int8_gemm._launch import DequantizeConfig, GemmConfig, int8_gemm_config, quantize_config, w8a8_config
+from tk_int8_gemm._plans import gemm_launch
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import Kernel, PreparedLaunch, launch_target
 from tk_kernel_core.numerics import rounding_tolerance
@@ -56,23 +57,11 @@ def launch(name: str, config: object, n_programs: int, scalars: tuple, constexpr
     prepared(*tensors)
 
 
-def multiply(name: str, config: GemmConfig, out_dtype: torch.dtype, n: int, x: Tensor, *rest: Tensor) -> Tensor:
-    m, k = x.shape
-    n_unit, k_unit = alignment_of(n), alignment_of(k, x.stride(0))
-    out = enclosed(torch.zeros(m, n, dtype=out_dtype, device=x.device))
-    constexprs = {
-        "N_ALIGNMENT": n_unit,
-        "K_ALIGNMENT": k_unit,
-        "EVEN_K": k % config.block_k == 0,
-        "SWAPPED": config.swapped,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "STAGES": config.stages,
-    }
-    scalars = (m, n // n_unit, k // k_unit, x.stride(0) // k_unit)
-    launch(name, config, config.n_programs, scalars, constexprs, out, x, *rest)
+def multiply(config: GemmConfig, out_dtype: torch.dtype, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+    """Launch the product; rest is what follows x and the weight, but for the scales of a quantised x."""
+    out = enclosed(torch.zeros(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device))
+    x_scale, rest = (rest[:1], rest[1:]) if x.dtype == torch.int8 else ((), rest)
+    gemm_launch(config, x, weight)(out, x, *x_scale, weight, *rest)
     for beyond in (out.storage_offset() - 1, out.storage_offset() + out.numel()):
         assert out.as_strided((1,), (1,), beyond).isnan().item()
     return out
@@ -86,9 +75,7 @@ def run_int8(
     config = int8_gemm_config(m, n, k, alignment_of(k, x.stride(0)), dtype, launch_target(x.device))
     assert isinstance(config, GemmConfig)
     x_sum = None if zero_point is None else run_row_sums(x)
-    return multiply(
-        "int8_gemm_kernel", _tiled(config, m, n, tile), x.dtype, n, x, weight, scale, bias, zero_point, x_sum
-    )
+    return multiply(_tiled(config, m, n, tile), x.dtype, x, weight, scale, bias, zero_point, x_sum)
 
 
 def run_w8a8(
@@ -106,7 +93,7 @@ def run_w8a8(
     assert isinstance(config, GemmConfig)
     x_sum = None if zero_point is None else x.sum(-1, dtype=torch.int32)
     config = _tiled(config, m, n, tile)
-    return multiply("w8a8_gemm_kernel", config, out_dtype, n, x, x_scale, weight, scale, bias, zero_point, x_sum)
+    return multiply(config, out_dtype, x, weight, x_scale, scale, bias, zero_point, x_sum)
 
 
 def _tiled(config: GemmConfig, m: int, n: int, tile: dict[str, object]) -> GemmConfig:
@@ -145,8 +132,10 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     finite = largest.isfinite()
     usable = finite & (largest >= 2.0**-110)
     divisor = torch.where(usable, largest, 1.0)
-    ratio = torch.tensor(127.0, device=x.device) / divisor
-    scale = torch.where(usable, divisor / 127.0, torch.where(finite, 1.0, float("nan")))
+    # On a GPU PyTorch divides by a number by way of its reciprocal.
+    top = torch.full_like(divisor, 127.0)
+    ratio = top / divisor
+    scale = torch.where(usable, divisor / top, torch.where(finite, 1.0, float("nan")))
     codes = torch.round(torch.where(usable[:, None], x, 0.0) * ratio[:, None]).clamp(-127, 127)
     return codes.to(torch.int8), scale
 
@@ -180,9 +169,24 @@ def test_the_ragged_shapes_name_every_extent_and_every_pair_of_k_and_n() -> None
 def test_w8a8_sums_are_exact_at_ragged_sizes(m: int, k: int, n: int, device: str) -> None:
     x, weight = random_codes(m, k, device=device, seed=1), random_codes(n, k, device=device, seed=2)
     ones = torch.ones(max(m, n), device=device)
-    got = run_w8a8(guarded(x), enclosed(weight), enclosed(ones[:m]), enclosed(ones[:n]), None, None, torch.float32)
+    ones_m, ones_n = enclosed(ones[:m]), enclosed(ones[:n])
+    # By pointers, whatever the address.
+    got = run_w8a8(guarded(x), enclosed(weight), ones_m, ones_n, None, None, torch.float32, descriptors=False)
     # Below 2^24 fp32 holds every integer.
     assert torch.equal(got.cpu(), (x.cpu().long() @ weight.cpu().long().T).float())
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+@pytest.mark.parametrize(("m", "n", "k", "gap"), [(1, 15, 16, 0), (33, 48, 144, 16), (70, 130, 272, 32)])
+def test_w8a8_through_descriptors_is_exact(m: int, n: int, k: int, gap: int, swapped: bool, device: str) -> None:
+    # What lies between the rows of x is no part of them.
+    x = torch.full((m, k + gap), 127, dtype=torch.int8, device=device)[:, :k]
+    x.copy_(random_codes(m, k, device=device, seed=1))
+    weight, zero = random_codes(n, k, device=device, seed=2), random_codes(n, device=device, seed=3)
+    ones = torch.ones(max(m, n), device=device)
+    tile = {"block_m": 32, "block_n": 64, "block_k": 128, "swapped": swapped, "descriptors": True, "n_programs": 3}
+    got = run_w8a8(x, weight, ones[:m], ones[:n], None, zero, torch.float32, **tile)
+    assert torch.equal(got.cpu(), (x.cpu().long() @ (weight.cpu().long() - zero.cpu().long()[:, None]).T).float())
 
 
 @pytest.mark.parametrize(("m", "k", "n"), RAGGED)
@@ -225,7 +229,7 @@ def test_columns_beyond_the_last_add_no_zero_points(zero_dtype: torch.dtype, m: 
     bias = random_floats(n, device=device, seed=6).half()
     want = exact_w8a8(x, weight, x_scale, scale, bias, zero)
     arguments = (enclosed(scale), enclosed(bias), enclosed(zero))
-    got = run_w8a8(guarded(x, 16), enclosed(weight), enclosed(x_scale), *arguments, torch.float32)
+    got = run_w8a8(guarded(x, 16), enclosed(weight), enclosed(x_scale), *arguments, torch.float32, descriptors=False)
     magnitude = float(bias.abs().max() + 2 * k * 2**14 * scale.max() * x_scale.max())
     assert_close(got, want, rounding_tolerance(torch.float32, k, magnitude=magnitude))
     want = exact_w8a8(x, weight, torch.ones_like(x_scale), scale, bias, zero)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tk_int8_gemm._launch import GemmConfig, int8_gemm_config, w8a8_config
+from tk_int8_gemm._plans import gemm_launch
 from tk_kernel_core.aot import CompiledObject, compile_launch
 from tk_kernel_core.hazards import overwritten_operands
-from tk_kernel_core.launch import Kernel, PreparedLaunch
 from tk_kernel_core.resources import disassemble, inspect
 from tk_kernel_core.targets import COMPILE_TARGETS
 
@@ -18,24 +18,13 @@ H200 = COMPILE_TARGETS["sm_90"]
 N, K = 11_008, 4096
 
 
-def compiled(name: str, config: GemmConfig, *dtypes: torch.dtype | None) -> CompiledObject:
-    constexprs = {
-        "N_ALIGNMENT": 16,
-        "K_ALIGNMENT": 16,
-        "EVEN_K": True,
-        "SWAPPED": config.swapped,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "STAGES": config.stages,
-        "DEPENDENT_LAUNCH": True,
-    }
-    kernel, meta = Kernel("tk_int8_gemm._kernels", name), torch.device("meta")
-    scalars = (64, N // 16, K // 16, K // 16)
-    launch = PreparedLaunch(kernel, (1, 1, 1), scalars, constexprs, meta, num_warps=config.num_warps, launch_pdl=True)
-    tensors = [None if dtype is None else torch.empty(16, dtype=dtype, device=meta) for dtype in dtypes]
-    return compile_launch(launch.describe(*tensors), H200)
+def compiled(config: GemmConfig, dtype: torch.dtype, *rest: torch.dtype | None) -> CompiledObject:
+    """Compile a product of 64 rows; rest are the dtypes of what follows x and the weight."""
+    x, weight = torch.empty(64, K, dtype=dtype, device="meta"), torch.empty(N, K, dtype=torch.int8, device="meta")
+    tensors = [None if dtype is None else torch.empty(16, dtype=dtype, device="meta") for dtype in rest]
+    out = torch.empty(16, dtype=torch.float32 if dtype == torch.int8 else dtype, device="meta")
+    x_scale = [torch.empty(16, device="meta")] if dtype == torch.int8 else []
+    return compile_launch(gemm_launch(config, x, weight).describe(out, x, *x_scale, weight, *tensors), H200)
 
 
 @pytest.mark.compiler
@@ -46,7 +35,7 @@ def test_weight_only_products_load_16_bytes_at_once_and_spill_nothing(dtype: tor
     assert isinstance(config, GemmConfig)
     zero_point = torch.float32
     rest = (torch.float32, dtype, zero_point, torch.float32)
-    made = compiled("int8_gemm_kernel", config, dtype, dtype, torch.int8, *rest)
+    made = compiled(config, dtype, *rest)
     resources = inspect(made)
     assert resources.spill_bytes == 0
     assert unit in resources.instructions
@@ -60,11 +49,12 @@ def test_weight_only_products_load_16_bytes_at_once_and_spill_nothing(dtype: tor
 def test_w8a8_products_run_on_int8_units_and_spill_nothing(m: int, unit: str) -> None:
     config = w8a8_config(m, N, K, 16, H200)
     assert isinstance(config, GemmConfig)
-    f32, i8 = torch.float32, torch.int8
-    resources = inspect(compiled("w8a8_gemm_kernel", config, f32, i8, f32, i8, f32, f32, f32, torch.int32))
+    made = compiled(config, torch.int8, torch.float32, torch.float32, torch.float32, torch.int32)
+    resources = inspect(made)
     assert resources.spill_bytes == 0
     assert unit in resources.instructions
-    assert {name for name in resources.instructions if name.startswith("cp.async")} == {"cp.async.v4"}
+    assert resources.instructions["tma"] > 0
+    assert not {name for name in resources.instructions if name.startswith("cp.async.v")}
     # As many programs share a multiprocessor's registers as are launched for it.
     if m == 2048:
         assert config.n_programs == 2 * H200.compute_units
@@ -75,9 +65,9 @@ def test_w8a8_products_run_on_int8_units_and_spill_nothing(m: int, unit: str) ->
 @pytest.mark.compiler
 def test_codes_from_registers_into_wgmma_are_not_overwritten() -> None:
     # No choice of the launch module: the form that the kernel's dot must be safe in.
-    config = GemmConfig(32, 64, 128, True, 8, 4, 4, 1, True, "a register operand")
+    config = GemmConfig(32, 64, 128, True, 8, 4, 4, False, 1, True, "a register operand")
     for dtype in (torch.float16, torch.bfloat16):
-        made = compiled("int8_gemm_kernel", config, dtype, dtype, torch.int8, torch.float32)
+        made = compiled(config, dtype, torch.float32)
         listing = disassemble(made.binary)
         assert re.search(r"HGMMA\S* R\d+, R\d+\S*, gdesc", listing)
         assert overwritten_operands(listing) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -202,6 +202,17 @@ def test_codes_and_scales_are_bit_for_bit_those_of_the_utilities(
         assert all(map(torch.equal, (codes.cpu(), x_scale.cpu()), quantize_symmetric(x.cpu(), dim=1)))
 
 
+@pytest.fixture
+def sums_in_fp32() -> Iterator[None]:
+    """Keep PyTorch from letting cuBLAS add up parts of a sum in 16 bits."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction
+    settings.allow_fp16_reduced_precision_reduction = settings.allow_bf16_reduced_precision_reduction = False
+    yield
+    settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.usefixtures("sums_in_fp32")
 @pytest.mark.parametrize("name", ["int8_gemm", "int8_linear"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", [136, 700])

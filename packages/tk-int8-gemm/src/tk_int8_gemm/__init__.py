@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from tk_int8_gemm._explain import explain
 from tk_int8_gemm._modules import Int8Linear, QuantizedLinear, replace_linear
 from tk_int8_gemm._ops import int8_gemm, int8_linear, quantize_per_token, w8a8_gemm
 from tk_int8_gemm._packing import PackedInt8Weight
@@ -26,6 +27,7 @@ __all__ = [
     "QuantizedLinear",
     "calculate_quantization_error",
     "dequantize",
+    "explain",
     "int8_gemm",
     "int8_gemm_torch",
     "int8_linear",

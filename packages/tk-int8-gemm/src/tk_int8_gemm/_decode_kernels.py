@@ -269,6 +269,7 @@ def int8_decode_kernel(
     TILES: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    X_AHEAD: tl.constexpr,
     ITERATIONS: tl.constexpr,
     SPLIT: tl.constexpr,
     PTX: tl.constexpr,
@@ -276,7 +277,8 @@ def int8_decode_kernel(
 ):
     """Up to BLOCK_M rows of x, which is 8 or 16.
 
-    A warp takes STEPS * ITERATIONS groups, of which AHEAD are on their way at a time; STEPS of them are unrolled.
+    A warp takes STEPS * ITERATIONS groups, of which STEPS are unrolled. The weight of AHEAD and the rows of X_AHEAD of
+    them are on their way while one is multiplied.
     Row i of x starts i * stride_x * ALIGNMENT elements into it, which shows the compiler how wide it may load.
     """
     N_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
@@ -302,6 +304,12 @@ def int8_decode_kernel(
             step = iteration * STEPS + ahead
             loaded = _load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
             words += (loaded,)
+        _keep_loads_above(PTX)
+        wait_for_predecessor(DEPENDENT_LAUNCH)
+        rows = ()
+        for ahead in tl.static_range(X_AHEAD):
+            begin = (iteration * STEPS + ahead) * GROUP
+            rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, COVERED * GROUP != IN_FEATURES),)
         for this in tl.static_range(STEPS):
             step = iteration * STEPS + this
             if this + AHEAD < STEPS:
@@ -312,12 +320,12 @@ def int8_decode_kernel(
                     COVERED != N_GROUPS,
                 )
                 words += (loaded,)
+            if this + X_AHEAD < STEPS:
+                begin = (step + X_AHEAD) * GROUP
+                rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, COVERED * GROUP != IN_FEATURES),)
             _keep_loads_above(PTX)
-            if this == 0:
-                wait_for_predecessor(DEPENDENT_LAUNCH)
-            x = load_x(x_ptrs + step * GROUP, x_columns + step * GROUP, IN_FEATURES, COVERED * GROUP != IN_FEATURES)
             # row, warp, block, row tile, octet, half, pair, element
-            x = tl.permute(tl.reshape(x, [8, WARPS, BLOCKS, ROW_TILES, 4, 2, 2, 2]), (1, 2, 6, 4, 5, 7, 3, 0))
+            x = tl.permute(tl.reshape(rows[this], [8, WARPS, BLOCKS, ROW_TILES, 4, 2, 2, 2]), (1, 2, 6, 4, 5, 7, 3, 0))
             x = tl.reshape(x, [WARPS, GROUP, BLOCK_M])
             if zero_point_ptr is not None:
                 # The matrix unit adds up x, too: elsewhere it would take an instruction or two for every element.

@@ -1,8 +1,8 @@
-"""Launch choices for prepared weights and up to `MIDDLE_ROWS` rows: pure functions of shapes, dtypes and the target."""
+"""Launch choices for prepared weights and up to `DECODE_ROWS` rows: pure functions of shapes, dtypes and the target."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tk_kernel_core.interpreter import interpreting
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 DECODE_ROWS = 16
 """Most rows of activations that the kernels in `_decode_kernels` take."""
-
-MIDDLE_ROWS = 256
-"""Most rows of activations that the kernel in `_middle_kernels` is meant for; it takes any number."""
 
 _TILE, _GROUP = 16, 128
 # The program that comes last adds up so many partial results at most.
@@ -32,6 +29,7 @@ class DecodeConfig:
         num_warps: Warps per program, each with input features of its own.
         steps: Groups of 128 input features that a warp works on in one turn of its loop.
         ahead: Groups whose weight a warp has on its way.
+        x_ahead: Groups whose rows of x a warp has on their way; 0 for a single row.
         iterations: Turns of the loop.
         split: Programs that share the input features of the same tiles.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
@@ -42,6 +40,7 @@ class DecodeConfig:
     num_warps: int
     steps: int
     ahead: int
+    x_ahead: int
     iterations: int
     split: int
     dependent_launch: bool
@@ -64,6 +63,7 @@ class PreparedProduct:
         partial_elements: Size of the workspace `partial`: float32, of any content.
         n_counters: Size of the workspace `counter`: int32, zeros, and left so. Launches that may run at the same
             time must not share it, nor the other.
+        blocks: The tensors that are read through descriptors, and the shape of the blocks.
     """
 
     module: str
@@ -74,6 +74,7 @@ class PreparedProduct:
     options: dict[str, Any]
     partial_elements: int
     n_counters: int
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> DecodeConfig:
@@ -95,7 +96,7 @@ def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> 
     is_wide = n_programs >= 2 * target.compute_units
     if m == 1 and not is_amd:
         # The 8 columns of the matrix instruction are groups of one step each.
-        block_m, steps, ahead = 1, 8, 2
+        block_m, steps, ahead, x_ahead = 1, 8, 2, 0
         n_turns = -(-n_groups // steps)
         num_warps = min(4, next_power_of_two(n_turns)) if is_wide else 1
         split = 1 if is_wide else min(n_turns, _MOST_SPLITS)
@@ -112,9 +113,10 @@ def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> 
         steps = -(-n_own // iterations)
         # Of two tiles at a time, a second step ahead would cost the third program on a multiprocessor.
         ahead = min(steps, 1 if tiles == 2 else 2)
+        x_ahead = 0 if is_amd else 1
     # Rounding up may have left the last programs nothing.
     split = -(-n_groups // (num_warps * steps * iterations))
-    return DecodeConfig(block_m, tiles, num_warps, steps, ahead, iterations, split, target.is_hopper_or_later)
+    return DecodeConfig(block_m, tiles, num_warps, steps, ahead, x_ahead, iterations, split, target.is_hopper_or_later)
 
 
 def prepare_decode(
@@ -143,6 +145,7 @@ def prepare_decode(
         "TILES": config.tiles,
         "WARPS": config.num_warps,
         "AHEAD": config.ahead,
+        **({"X_AHEAD": config.x_ahead} if config.block_m > 1 else {}),
         "ITERATIONS": config.iterations,
         "SPLIT": config.split,
         # The interpreter knows no machine instructions.
@@ -154,7 +157,7 @@ def prepare_decode(
         kernel = "int8_decode_row_kernel"
     else:
         kernel = "int8_decode_kernel"
-        unit = _unit(row_stride)
+        unit = unit_of(row_stride)
         scalars = (m, n, row_stride // unit)
         constexprs = {"ALIGNMENT": unit, "BLOCK_M": config.block_m, "STEPS": config.steps, **constexprs}
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1}
@@ -175,47 +178,6 @@ def prepare_decode(
     )
 
 
-def prepare_middle(m: int, n: int, k: int, row_stride: int, target: Target) -> PreparedProduct:
-    """Return what a launch for 17 to `MIDDLE_ROWS` rows takes beside tensors.
-
-    Where there are zero points, the tensors end with x_sum: the sums of the rows of x, float32, [m].
-
-    Args:
-        m: Rows of x.
-        n: Output features.
-        k: Input features.
-        row_stride: Elements from one row of x to the next.
-        target: The GPU.
-    """
-    block_m, block_n = 32 if m <= 32 else 64, 64
-    n_programs = -(-n // block_n) * -(-m // block_m)
-    n_groups = -(-k // _GROUP)
-    # Four programs for each unit, of four groups at least.
-    split = max(1, min(4 * target.compute_units // n_programs, n_groups // 4, _MOST_SPLITS))
-    split = -(-n_groups // -(-n_groups // split))
-    unit = _unit(row_stride)
-    options: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
-    if target.is_hopper_or_later:
-        options["launch_pdl"] = True
-    return PreparedProduct(
-        module="tk_int8_gemm._middle_kernels",
-        kernel="int8_middle_kernel",
-        grid=(n_programs, split, 1),
-        scalars=(m, n, row_stride // unit),
-        constexprs={
-            "ALIGNMENT": unit,
-            "BLOCK_M": block_m,
-            "IN_FEATURES": k,
-            "SPLIT": split,
-            "PTX": target.backend == "cuda" and not interpreting(),
-            "DEPENDENT_LAUNCH": target.is_hopper_or_later,
-        },
-        options=options,
-        partial_elements=n_programs * split * block_n * block_m if split > 1 else 0,
-        n_counters=n_programs if split > 1 else 0,
-    )
-
-
-def _unit(row_stride: int) -> int:
+def unit_of(row_stride: int) -> int:
     """Return the largest power of two up to 16 that divides a stride."""
     return (row_stride | 16) & -(row_stride | 16)

@@ -7,8 +7,7 @@ elements, which shows the compiler how wide it may load. Results are contiguous.
 import triton
 import triton.language as tl
 
-# Added to an fp32 number below 2^22 in magnitude, it leaves the number, rounded half to even, in the low bits.
-_ROUNDER = tl.constexpr(12582912.0)
+from tk_kernel_core.quantization_kernels import encode, magnitude_bits, scale_and_factor
 
 
 @triton.jit
@@ -201,9 +200,9 @@ def int8_gemm_kernel(
 @triton.jit(do_not_specialize=["m", "n_units", "k_units", "stride_x"])
 def w8a8_gemm_kernel(
     out_ptr,
-    x_ptr,
+    x,
     x_scale_ptr,
-    weight_ptr,
+    weight,
     scale_ptr,
     bias_ptr,
     zero_point_ptr,
@@ -222,12 +221,14 @@ def w8a8_gemm_kernel(
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     """out = (x @ weight.T - zero_point * x_sum) * scale * x_scale + bias; a program goes through tiles.
 
     x is [m, k] in codes and starts a row every stride_x * K_ALIGNMENT elements; x_scale is fp32 [m], x_sum holds
     the row sums in int32. Sums of products are exact in int32, and so is the correction by integer zero points.
-    SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time.
+    SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time. x and weight
+    are DESCRIPTORS of blocks [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K], or pointers.
     """
     n, k = n_units * N_ALIGNMENT, k_units * K_ALIGNMENT
     n_tiles_m, n_tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -238,21 +239,26 @@ def w8a8_gemm_kernel(
     for index in tl.range(tl.program_id(0), n_tiles_m * n_tiles_n, tl.num_programs(0)):
         tile_m, tile_n = _tile(index, n_tiles_m, n_tiles_n, GROUP_M)
         first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-        x_base = x_ptr + first_m.to(tl.int64) * stride_x * K_ALIGNMENT
-        weight_base = weight_ptr + first_n.to(tl.int64) * k
-        x_offsets = _row_offsets(first_m, m, stride_x * K_ALIGNMENT, BLOCK_M)[:, None] + inner
-        weight_offsets = _row_offsets(first_n, n, k, BLOCK_N)[:, None] + inner
+        if not DESCRIPTORS:
+            x_base = x + first_m.to(tl.int64) * stride_x * K_ALIGNMENT
+            weight_base = weight + first_n.to(tl.int64) * k
+            x_offsets = _row_offsets(first_m, m, stride_x * K_ALIGNMENT, BLOCK_M)[:, None] + inner
+            weight_offsets = _row_offsets(first_n, n, k, BLOCK_N)[:, None] + inner
         if SWAPPED:
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
         for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-            codes = _load_step(weight_base, weight_offsets, inner, start, k, EVEN_K)
-            x = _load_step(x_base, x_offsets, inner, start, k, EVEN_K)
-            if SWAPPED:
-                acc = tl.dot(codes, tl.trans(x), acc, out_dtype=tl.int32)
+            if DESCRIPTORS:
+                # What lies beyond the tensors is 0.
+                weight_codes, x_codes = weight.load([first_n, start]), x.load([first_m, start])
             else:
-                acc = tl.dot(x, tl.trans(codes), acc, out_dtype=tl.int32)
+                weight_codes = _load_step(weight_base, weight_offsets, inner, start, k, EVEN_K)
+                x_codes = _load_step(x_base, x_offsets, inner, start, k, EVEN_K)
+            if SWAPPED:
+                acc = tl.dot(weight_codes, tl.trans(x_codes), acc, out_dtype=tl.int32)
+            else:
+                acc = tl.dot(x_codes, tl.trans(weight_codes), acc, out_dtype=tl.int32)
         if SWAPPED:
             acc = tl.trans(acc)
         _store(
@@ -273,32 +279,8 @@ def w8a8_gemm_kernel(
 
 
 @triton.jit
-def _magnitude_bits(x):
-    # As integers magnitudes compare as they do as numbers, with infinity above them and NaN above infinity.
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _load_row(ptrs, mask):
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _codes(x, factor):
-    # The clamp stands between product and sum, which could otherwise become one operation with one rounding.
-    scaled = tl.minimum(tl.maximum(x * factor, -127.0), 127.0)
-    return (scaled + _ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
-
-
-@triton.jit
-def _scale_and_factor(bits):
-    """Return the scale of rows whose largest magnitude has these bits, and what brings their elements to codes."""
-    is_finite = bits < 0x7F800000
-    is_zero = bits < 0x08800000  # 2^-110
-    largest = tl.where(is_finite & ~is_zero, bits, 0x3F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(is_zero, 1.0, tl.div_rn(largest, 127.0))
-    factor = tl.where(is_zero, 0.0, tl.div_rn(127.0, largest))
-    return tl.where(is_finite, scale, float("nan")), factor, is_finite
 
 
 @triton.jit(do_not_specialize=["n_rows", "stride_x"])
@@ -332,8 +314,8 @@ def quantize_per_token_kernel(
     if WIDTH <= BLOCK_K:
         mask = row_mask & (columns < WIDTH)
         x = _load_row(x_ptrs, mask)
-        scale, factor, is_finite = _scale_and_factor(tl.max(_magnitude_bits(x), axis=1, keep_dims=True))
-        codes = _codes(tl.where(is_finite, x, 0.0), factor)
+        scale, factor, is_finite = scale_and_factor(tl.max(magnitude_bits(x), axis=1, keep_dims=True))
+        codes = encode(tl.where(is_finite, x, 0.0), factor)
         tl.store(codes_ptrs, codes, mask=mask)
         x_sum = tl.sum(codes.to(tl.int32), axis=1, keep_dims=True)
     else:
@@ -341,12 +323,12 @@ def quantize_per_token_kernel(
         bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
         for start in tl.range(0, WIDTH, BLOCK_K):
             x = _load_row(x_ptrs + start, row_mask & (start + columns < WIDTH))
-            bits = tl.maximum(bits, _magnitude_bits(x))
-        scale, factor, is_finite = _scale_and_factor(tl.max(bits, axis=1, keep_dims=True))
+            bits = tl.maximum(bits, magnitude_bits(x))
+        scale, factor, is_finite = scale_and_factor(tl.max(bits, axis=1, keep_dims=True))
         sums = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
         for start in tl.range(0, WIDTH, BLOCK_K):
             mask = row_mask & (start + columns < WIDTH)
-            codes = _codes(tl.where(is_finite, _load_row(x_ptrs + start, mask), 0.0), factor)
+            codes = encode(tl.where(is_finite, _load_row(x_ptrs + start, mask), 0.0), factor)
             tl.store(codes_ptrs + start, codes, mask=mask)
             sums += codes.to(tl.int32)
         x_sum = tl.sum(sums, axis=1, keep_dims=True)

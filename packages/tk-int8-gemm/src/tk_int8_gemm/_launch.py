@@ -35,6 +35,7 @@ class GemmConfig:
         group_m: Rows of tiles that are gone through together.
         stages: Steps in flight or in work at a time.
         num_warps: Warps per program.
+        descriptors: Whether `x` and the weights are read through descriptors.
         n_programs: Programs in the grid; as many as there are tiles, except where a program goes through several.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
         reason: Why this was chosen, in a sentence.
@@ -47,6 +48,7 @@ class GemmConfig:
     group_m: int
     stages: int
     num_warps: int
+    descriptors: bool
     n_programs: int
     dependent_launch: bool
     reason: str
@@ -200,6 +202,7 @@ def _one_tile_each(m: int, n: int, tile: _Tile, target: Target, reason: str) -> 
         _GROUP_M,
         stages,
         num_warps,
+        False,
         n_tiles,
         target.is_hopper_or_later,
         reason,
@@ -210,7 +213,8 @@ def _persistent(m: int, n: int, tile: _Tile, programs_per_unit: int, target: Tar
     """No more programs than run at a time, each going through several tiles."""
     config = _one_tile_each(m, n, tile, target, reason)
     n_programs = min(config.n_programs, programs_per_unit * target.compute_units)
-    return replace(config, n_programs=n_programs)
+    # Elsewhere Triton makes loads of them, and slower ones than it makes of pointers.
+    return replace(config, n_programs=n_programs, descriptors=target.is_hopper_or_later)
 
 
 def dequantize_config(n: int, k: int, bytes_per_element: int, target: Target, reason: str) -> DequantizeConfig:

@@ -31,8 +31,8 @@ def int8_gemm(
     """Multiply activations by an int8 weight (W8A16): only the weight is quantised, whatever the number of rows.
 
     `y = (x @ (weight_int8 - zero_point).T) * scale + bias`, summed up in fp32 and rounded once. Above a few hundred
-    rows the weight is dequantised to the dtype of `x` first, and rounded by that. On a weight that is used often,
-    `int8_linear` is faster.
+    rows the weight is dequantised to the dtype of `x` first, rounded by that, and multiplied by PyTorch, whose
+    `torch.backends.cuda.matmul` says how sums are formed. On a weight that is used often, `int8_linear` is faster.
 
     Args:
         x: [..., K], float16, bfloat16 or float32, any strides.
@@ -103,7 +103,8 @@ def int8_linear(x: torch.Tensor, weight: PackedInt8Weight, bias: torch.Tensor | 
     """Multiply activations by a prepared int8 weight (W8A16).
 
     `y = (x @ (codes - zero_point).T) * scale + bias`, summed up in fp32 and rounded once, as `int8_gemm` on the codes
-    that were packed. Above 256 rows the weight is dequantised to the dtype of `x` first, and rounded by that.
+    that were packed. Above 256 rows the weight is dequantised to the dtype of `x` first, rounded by that, and
+    multiplied by PyTorch, whose `torch.backends.cuda.matmul` says how sums are formed.
 
     Args:
         x: [..., in_features], float16, bfloat16 or float32, any strides.

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from tk_int8_gemm._decode_launch import DECODE_ROWS, MIDDLE_ROWS, PreparedProduct, prepare_decode, prepare_middle
+from tk_int8_gemm._decode_launch import PreparedProduct, prepare_decode
 from tk_int8_gemm._launch import dequantize_config
+from tk_int8_gemm._middle_launch import MiddleConfig, linear_way, prepare_arrangement, prepare_middle
 from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
-from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, row_stride, row_sums, rows_of
+from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, row_stride, rows_of
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
@@ -56,32 +57,19 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any,
                 x, plain(codes, scale, zero_point), scale, bias, zero_point=zero_point
             ).contiguous()
         rows = rows_of(x)
-        m = rows.shape[0]
-        if m > MIDDLE_ROWS or x.dtype == torch.float32:
-            product = _dequantizing(n, k, x.dtype, codes.device)
+        way, reason = linear_way(rows.shape[0], str(x.dtype).removeprefix("torch."))
+        if way == "dequantize":
+            product = _dequantizing(n, k, x.dtype, codes.device, reason)
             return lambda x, codes, scale, zero_point, bias: product(x, codes, scale, bias, zero_point)
-        stride, target = row_stride(rows), launch_target(x.device)
-        if m <= DECODE_ROWS:
-            prepared = prepare_decode(m, n, k, stride, x.dtype == torch.bfloat16, target)
-            sum_up = None
-        else:
-            prepared = prepare_middle(m, n, k, stride, target)
-            sum_up = None if zero_point is None else row_sums(rows)
-        launch = PreparedLaunch(
-            Kernel(prepared.module, prepared.kernel),
-            prepared.grid,
-            prepared.scalars,
-            prepared.constexprs,
-            x.device,
-            **prepared.options,
-        )
-        new_workspace = _workspace(prepared, x.device)
         new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
+        if way == "decode":
+            multiply_rows = _decode(rows, n, k)
+        else:
+            multiply_rows = middle(rows, n, k, zero_point is not None)
 
         def multiply(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any) -> Any:
-            y, x = new_y(), rows_of(x)
-            sums = () if sum_up is None else (sum_up(x),)
-            launch(y, x, codes, scale, zero_point, bias, *new_workspace(), *sums)
+            y = new_y()
+            multiply_rows(y, rows_of(x), codes, scale, zero_point, bias)
             return y
 
         return multiply
@@ -89,9 +77,61 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any,
     return planned(("int8_linear", n, k), (x, codes, scale, zero_point, bias), make)
 
 
-def _dequantizing(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Plan:
+def _decode(rows: torch.Tensor, n: int, k: int) -> Callable[..., None]:
+    """Return the function that multiplies a few rows."""
+    (m, _), device, target = rows.shape, rows.device, launch_target(rows.device)
+    prepared = prepare_decode(m, n, k, row_stride(rows), rows.dtype == torch.bfloat16, target)
+    launch = _launch(prepared, device)
+    if not prepared.n_counters:
+        return launch
+    new_partial = allocator((prepared.partial_elements,), torch.float32, device)
+
+    def multiply(*tensors: Any) -> None:
+        # New in every call: launches on two streams, or in two graphs, may run at the same time.
+        counter = torch.zeros(prepared.n_counters, dtype=torch.int32, device=device)
+        launch(*tensors, new_partial(), counter)
+
+    return multiply
+
+
+def middle(
+    rows: torch.Tensor, n: int, k: int, has_zero_point: bool, config: MiddleConfig | None = None
+) -> Callable[..., None]:
+    """Return the function that multiplies dozens of rows: as chosen for them, or as said."""
+    (m, _), device, target = rows.shape, rows.device, launch_target(rows.device)
+    prepared = prepare_middle(m, n, k, target, config)
+    n_counters = prepared.n_counters
+    arrange = _launch(prepare_arrangement(m, k, row_stride(rows), n_counters, target), device)
+    launch = _launch(prepared, device)
+    new_arranged = allocator((m, -(-k // GROUP) * GROUP), rows.dtype, device)
+    new_x_sum = allocator((m,), torch.float32, device)
+    new_partial = allocator((prepared.partial_elements,), torch.float32, device)
+    new_counter = allocator((n_counters,), torch.int32, device)
+
+    def multiply(y: Any, x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any) -> None:
+        arranged, x_sum = new_arranged(), new_x_sum() if has_zero_point else None
+        partial, counter = (new_partial(), new_counter()) if n_counters else (None, None)
+        arrange(arranged, x_sum, counter, x)
+        launch(y, arranged, codes, scale, zero_point, bias, partial, counter, x_sum)
+
+    return multiply
+
+
+def _launch(prepared: PreparedProduct, device: torch.device) -> PreparedLaunch:
+    return PreparedLaunch(
+        Kernel(prepared.module, prepared.kernel),
+        prepared.grid,
+        prepared.scalars,
+        prepared.constexprs,
+        device,
+        prepared.blocks,
+        **prepared.options,
+    )
+
+
+def _dequantizing(n: int, k: int, dtype: torch.dtype, device: torch.device, reason: str) -> Plan:
     target = launch_target(device)
-    config = dequantize_config(n, k, dtype.itemsize, target, "many rows repay dequantising the weights once")
+    config = dequantize_config(n, k, dtype.itemsize, target, reason)
     n_groups = -(-k // GROUP)
     n_own = min(4, next_power_of_two(n_groups))
     constexprs = {
@@ -109,12 +149,3 @@ def _dequantizing(n: int, k: int, dtype: torch.dtype, device: torch.device) -> P
     # Whole tiles of 16 rows.
     height = -(-config.rows // 16) * 16
     return by_parts(n, k, height, dtype, launch_for, lambda codes, rows: codes[rows.start // 16 :])
-
-
-def _workspace(prepared: PreparedProduct, device: torch.device) -> Callable[[], tuple[Any, Any]]:
-    """Return a function that allocates partial results, and counters that are 0."""
-    if not prepared.n_counters:
-        return lambda: (None, None)
-    new_partial = allocator((prepared.partial_elements,), torch.float32, device)
-    # New in every call: launches on two streams, or in two graphs, may run at the same time.
-    return lambda: (new_partial(), torch.zeros(prepared.n_counters, dtype=torch.int32, device=device))

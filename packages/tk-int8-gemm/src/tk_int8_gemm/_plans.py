@@ -129,7 +129,7 @@ def int8_gemm_plan(x: Any, weight_int8: Any, scale: Any, bias: Any, zero_point: 
         config = int8_gemm_config(rows.shape[0], n, k, unit, dtype, launch_target(x.device))
         if isinstance(config, DequantizeConfig):
             return _dequantizing(config, x.dtype, weight_int8)
-        launch = _gemm_launch(_INT8_GEMM, config, rows, weight_int8)
+        launch = gemm_launch(config, rows, weight_int8)
         sum_up = None if zero_point is None else row_sums(rows)
         new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
 
@@ -172,7 +172,7 @@ def w8a8_gemm_plan(
                 return product(values, weight, scale, bias, zero_point).to(dtype)
 
             return multiply_floats
-        launch = _gemm_launch(_W8A8_GEMM, config, rows, weight_int8)
+        launch = gemm_launch(config, rows, weight_int8)
         new_y = allocator((*x.shape[:-1], n), dtype, x.device)
 
         def multiply(x: Any, weight: Any, scale: Any, bias: Any, zero_point: Any, x_scale: Any) -> Any:
@@ -187,7 +187,10 @@ def w8a8_gemm_plan(
             # Corrections by int8 zero points are exact in int32; others might not fit it.
             its_dtype = None if zero_point is None or zero_point.dtype == torch.int8 else torch.float32
             scale, zero_point = _vector(scale, n, torch.float32), _vector(zero_point, n, its_dtype)
-            launch(y, x, x_scale.contiguous(), weight.contiguous(), scale, _vector(bias, n), zero_point, x_sum)
+            weight = weight.contiguous()
+            if config.descriptors:
+                x, weight = _aligned(x), _aligned(weight)
+            launch(y, x, x_scale.contiguous(), weight, scale, _vector(bias, n), zero_point, x_sum)
             return y
 
         return multiply
@@ -272,11 +275,19 @@ def _options(num_warps: int, dependent_launch: bool) -> dict[str, Any]:
     return {"num_warps": num_warps, **({"launch_pdl": True} if dependent_launch else {})}
 
 
-def _gemm_launch(kernel: Kernel, config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor) -> PreparedLaunch:
+def _aligned(tensor: Any) -> Any:
+    """Bring a tensor to an address that descriptors reach."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def gemm_launch(config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor) -> PreparedLaunch:
+    """Prepare the product of [M, K], floats or codes, and codes [N, K]."""
     (m, k), n, stride = rows.shape, weight.shape[0], row_stride(rows)
     unit, unit_n = _unit(k, stride), _unit(n)
+    blocks = {"x": (config.block_m, config.block_k), "weight": (config.block_n, config.block_k)}
+    is_quantised = rows.dtype == torch.int8
     return PreparedLaunch(
-        kernel,
+        _W8A8_GEMM if is_quantised else _INT8_GEMM,
         (config.n_programs, 1, 1),
         (m, n // unit_n, k // unit, stride // unit),
         {
@@ -290,8 +301,10 @@ def _gemm_launch(kernel: Kernel, config: GemmConfig, rows: torch.Tensor, weight:
             "GROUP_M": config.group_m,
             "STAGES": config.stages,
             "DEPENDENT_LAUNCH": config.dependent_launch,
+            **({"DESCRIPTORS": config.descriptors} if is_quantised else {}),
         },
         weight.device,
+        blocks if config.descriptors else None,
         **_options(config.num_warps, config.dependent_launch),
     )
 
@@ -369,13 +382,18 @@ def by_parts(
     def multiply(x: Any, codes: Any, scale: Any, bias: Any, zero_point: Any) -> Any:
         scale, zero_point, codes = _vector(scale, n, torch.float32), _vector(zero_point, n), codes.contiguous()
         bias = None if bias is None else bias.to(dtype)
-        workspace, results = torch.empty((height, k), dtype=dtype, device=x.device), []
+        x, shape = x.reshape(-1, k), (*x.shape[:-1], n)
+        y = torch.empty((x.shape[0], n), dtype=dtype, device=x.device)
+        workspace = torch.empty((height, k), dtype=dtype, device=x.device)
         for rows in parts:
             size = rows.stop - rows.start
             floats, its_zeros = workspace[:size], None if zero_point is None else zero_point[rows]
             launches[size](floats, part_of(codes, rows), scale[rows], its_zeros)
             with no_autocast(x.device.type):
-                results.append(torch.nn.functional.linear(x, floats, None if bias is None else bias[rows]))
-        return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+                if bias is None:
+                    torch.mm(x, floats.T, out=y[:, rows])
+                else:
+                    torch.addmm(bias[rows], x, floats.T, out=y[:, rows])
+        return y.view(shape)
 
     return multiply

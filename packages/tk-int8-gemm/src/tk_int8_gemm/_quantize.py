@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from tk_kernel_core.checks import check_choice, check_shape, check_tensor
+from tk_kernel_core.quantization import encode, steps, symmetric_steps
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ZERO_POINTS = (torch.int8, torch.int32, *FLOATS)
 
-_LEAST_RANGE = 2.0**-110
 # Elements that are in fp32 at a time.
 _CHUNK = 2**22
 
@@ -256,32 +256,6 @@ def check_channels(name: str, value: Any, channels: int, dtypes: Sequence[torch.
         )
 
 
-def symmetric_steps(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and factor, `absmax / 127` and `127 / absmax`, of values in fp32 from `low` to `high`.
-
-    Ranges that are not finite have the scale NaN, too small ones 1; the factor is 0 for both.
-    """
-    return _steps(torch.maximum(-low, high), 127.0)
-
-
-def encode(values: torch.Tensor, factor: torch.Tensor, zero_point: torch.Tensor | None, lowest: int) -> torch.Tensor:
-    """Return `round_half_even(values * factor + zero_point)` within [lowest, 127], as int8; 0 for NaN."""
-    scaled = values.to(torch.float32) * factor
-    if zero_point is not None:
-        scaled = scaled.add_(zero_point)
-    # What int8 makes of NaN depends on the machine.
-    return scaled.round_().clamp_(lowest, 127).nan_to_num_(0.0).to(torch.int8)
-
-
-def _steps(extent: torch.Tensor, levels: float) -> tuple[torch.Tensor, torch.Tensor]:
-    # PyTorch divides a number by a tensor, and on GPUs a tensor by a number, by way of a reciprocal.
-    top = torch.full_like(extent, levels)
-    tiny = extent < _LEAST_RANGE
-    finite = extent.isfinite()
-    scale = torch.where(tiny, 1.0, torch.where(finite, extent / top, math.nan))
-    return scale, torch.where(finite & ~tiny, top / extent, 0.0)
-
-
 def _symmetric(name: str, tensor: torch.Tensor, bits: int, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = _range(name, tensor, bits, dim)
     scale, factor = symmetric_steps(low, high)
@@ -294,7 +268,7 @@ def _asymmetric(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     low, high = _range(name, tensor, bits, dim)
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    scale, factor = _steps(high - low, 255.0)
+    scale, factor = steps(high - low, 255.0)
     _check_scale(name, scale)
     # Without a range the zero point is 0.
     zero_point = torch.where(factor == 0, 0.0, (-128.0 - low * factor).round().clamp(-128, 127))

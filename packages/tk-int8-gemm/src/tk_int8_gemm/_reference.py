@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from tk_int8_gemm._quantize import FLOATS, ZERO_POINTS, channel_vector, encode, symmetric_steps
+from tk_int8_gemm._quantize import FLOATS, ZERO_POINTS, channel_vector
 from tk_kernel_core.checks import check_choice, check_shape, check_tensor
+from tk_kernel_core.quantization import quantize_per_token_torch as quantize_per_token_torch
 
 
 def int8_gemm_torch(
@@ -97,29 +98,6 @@ def w8a8_gemm_torch(
     return _affine(values, x_scale, weight_int8, scale, bias, zero_point).to(dtype)
 
 
-def quantize_per_token_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row over the last dimension symmetrically, by PyTorch operations in fp32.
-
-    On finite rows the same as `quantize_symmetric` over the last dimension, bit for bit: a row whose magnitudes all
-    lie below 2**-110 has the scale 1 and codes 0. A row with an infinity or NaN has the scale NaN and codes 0.
-
-    Args:
-        x: [..., K], any strides; fp16, bf16, fp32 or fp64 (rounded to fp32 first).
-
-    Returns:
-        `(codes, x_scale)`: int8 [..., K], contiguous, and fp32 [...], both without gradients.
-
-    Raises:
-        TypeError: `x` has another dtype.
-        ValueError: It has no last dimension, or that is empty.
-    """
-    if check_tensor("x", x, FLOATS).ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must have shape [..., K] with K from 1, got {tuple(x.shape)}")
-    values = x.detach().to(torch.float32)
-    scale, factor = symmetric_steps(*values.aminmax(dim=-1, keepdim=True))
-    return encode(values, factor, None, -127).contiguous(), scale.squeeze(-1)
-
-
 def _affine(
     values: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -145,9 +123,8 @@ def _affine(
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Keep autocast from rounding the operands of a product to 16 bits."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    # Which devices have autocast at all torch.compile cannot ask, of PyTorch 2.11.
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 def _check_operands(x: torch.Tensor, weight_int8: torch.Tensor) -> None:

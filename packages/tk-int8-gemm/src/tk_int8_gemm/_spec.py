@@ -89,6 +89,10 @@ _CASES = (
 )
 
 
+# With more rows `int8_linear` multiplies by weights that are rounded to the dtype of x.
+_MOST_ROWS_UNROUNDED = 256
+
+
 def make_inputs(case: Case, device: str, seed: int) -> Inputs:
     """Return the arguments of one call; random, and only shapes on the meta device."""
     params: dict[str, Any] = dict(case.params)
@@ -139,6 +143,9 @@ def reference(inputs: Inputs) -> Any:
     bias = None if inputs["bias"] is None else inputs["bias"].double()
     if inputs["form"] == "w8a8_gemm":
         return w8a8_gemm_torch(x, codes, scale, bias, zero_point=zero_point)
+    if x.shape[0] > _MOST_ROWS_UNROUNDED:
+        dense = dequantize(codes, scale, x.dtype, zero_point=zero_point)
+        return torch.nn.functional.linear(x.double(), dense.double(), bias).to(x.dtype)
     return int8_gemm_torch(x.double(), codes, scale, bias, zero_point=zero_point).to(x.dtype)
 
 
@@ -157,8 +164,8 @@ def tolerance(case: Case) -> Tolerance:
     params: dict[str, Any] = dict(case.params)
     if params["form"] == "quantize":
         return Tolerance(0.0, 0.0)
-    # A dequantised weight is rounded as well. The terms of the sum are of the size of their largest partial sums.
-    return rounding_tolerance(getattr(torch, params["dtype"]), params["k"], roundings=2, magnitude=8.0)
+    # The terms of the sum are of the size of their largest partial sums.
+    return rounding_tolerance(getattr(torch, params["dtype"]), params["k"], magnitude=8.0)
 
 
 def shrink(case: Case) -> Case:

@@ -1,0 +1,182 @@
+"""Launch choices for prepared weights and dozens of rows: pure functions of shapes and the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tk_int8_gemm._decode_launch import DECODE_ROWS, PreparedProduct, unit_of
+from tk_kernel_core.interpreter import interpreting
+from tk_kernel_core.layout import next_power_of_two
+
+if TYPE_CHECKING:
+    from tk_kernel_core.targets import Target
+
+MIDDLE_ROWS = 256
+"""Most rows of activations that the kernels in `_middle_kernels` are meant for; they take any number."""
+
+_MODULE = "tk_int8_gemm._middle_kernels"
+_TILE, _GROUP = 16, 128
+_MOST_SPLITS = 16
+# What a program does beside its groups takes as long as about so many of them.
+_GROUPS_BESIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MiddleConfig:
+    """How a product of dozens of rows is launched.
+
+    Attributes:
+        block_m: Rows of x per program.
+        tiles: Tiles of 16 output features per warp.
+        num_warps: Warps per program, each with output features of its own.
+        stages: Groups of 128 input features on their way or in work at a time.
+        split: Programs that share the input features of the same results.
+        descriptors: Whether x is read through a descriptor.
+        dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+    """
+
+    block_m: int
+    tiles: int
+    num_warps: int
+    stages: int
+    split: int
+    descriptors: bool
+    dependent_launch: bool
+
+    @property
+    def block_n(self) -> int:
+        """Output features per program."""
+        return _TILE * self.tiles * self.num_warps
+
+
+def linear_way(m: int, dtype: str) -> tuple[Literal["decode", "middle", "dequantize"], str]:
+    """Choose how `int8_linear` goes about a product, and say why.
+
+    Args:
+        m: Rows of x.
+        dtype: Element type of x: `float16`, `bfloat16` or `float32`.
+    """
+    if dtype == "float32":
+        return "dequantize", "x is fp32, which the matrix units do not multiply"
+    if m > MIDDLE_ROWS:
+        return "dequantize", f"m = {m} repays dequantising the weights once"
+    if m > DECODE_ROWS:
+        return "middle", f"m = {m} fills the matrix units, which take the weights from registers"
+    return "decode", f"m = {m} is a decode step, bound by the traffic of the weights"
+
+
+def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
+    """Choose the launch for dozens of rows.
+
+    Args:
+        m: Rows of x.
+        n: Output features.
+        k: Input features.
+        target: The GPU.
+    """
+    # AMD's local data share holds no more than two groups of narrow tiles.
+    is_amd = target.backend == "hip"
+    block_m = 32 if m <= 32 else 64 if m <= 64 or is_amd else 128
+    # Every program reads all of its rows: wide ones read x less often.
+    num_warps = 4 if block_m == 32 or is_amd else 8
+    # Registers of as many programs fit a multiprocessor, and shared memory for 3 stages of each.
+    n_slots = (1 if block_m == 128 else 2) * target.compute_units
+    block_n = _TILE * num_warps
+    n_programs = -(-n // block_n) * -(-m // block_m)
+    return MiddleConfig(
+        block_m,
+        1,
+        num_warps,
+        2 if is_amd else 3,
+        _split(n_programs, -(-k // _GROUP), n_slots),
+        target.is_hopper_or_later,
+        target.is_hopper_or_later,
+    )
+
+
+def _split(n_programs: int, n_groups: int, n_slots: int) -> int:
+    """Return the number of parts of K with which the programs, so many at a time, are done first."""
+
+    def duration(split: int) -> int:
+        return -(-n_programs * split // n_slots) * (-(-n_groups // split) + _GROUPS_BESIDE)
+
+    split = min(range(1, min(_MOST_SPLITS, n_groups) + 1), key=duration)
+    # Rounding up may have left the last programs nothing.
+    return -(-n_groups // -(-n_groups // split))
+
+
+def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig | None = None) -> PreparedProduct:
+    """Return what a launch for 17 to `MIDDLE_ROWS` rows takes beside tensors.
+
+    In the place of x it takes what `prepare_arrangement` makes of it; and last x_sum: the sums of the rows of x,
+    float32, [m], or None where there are no zero points.
+
+    Args:
+        m: Rows of x.
+        n: Output features.
+        k: Input features.
+        target: The GPU.
+        config: How to launch; `middle_config` of the rest by default.
+    """
+    config = config or middle_config(m, n, k, target)
+    n_programs = -(-n // config.block_n) * -(-m // config.block_m)
+    is_split = config.split > 1
+    return PreparedProduct(
+        module=_MODULE,
+        kernel="int8_middle_kernel",
+        grid=(n_programs, config.split, 1),
+        scalars=(m, n),
+        constexprs={
+            "BLOCK_M": config.block_m,
+            "TILES": config.tiles,
+            "WARPS": config.num_warps,
+            "STAGES": config.stages,
+            "IN_FEATURES": k,
+            "SPLIT": config.split,
+            # The interpreter knows no machine instructions.
+            "PTX": target.backend == "cuda" and not interpreting(),
+            "DESCRIPTORS": config.descriptors,
+            "DEPENDENT_LAUNCH": config.dependent_launch,
+        },
+        options=_options(config.num_warps, config.dependent_launch),
+        partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
+        n_counters=n_programs if is_split else 0,
+        blocks={"arranged": (config.block_m, _GROUP)} if config.descriptors else {},
+    )
+
+
+def prepare_arrangement(m: int, k: int, row_stride: int, n_counters: int, target: Target) -> PreparedProduct:
+    """Return what the launch that arranges x takes beside tensors.
+
+    The tensors are arranged ([m, k] with k padded to whole groups, of the dtype of x), x_sum or None, counter or None,
+    and x.
+
+    Args:
+        m: Rows of x.
+        k: Input features.
+        row_stride: Elements from one row of x to the next.
+        n_counters: Size of `counter`, which receives zeros.
+        target: The GPU.
+    """
+    unit = unit_of(row_stride)
+    block_k = max(_GROUP, min(next_power_of_two(k), 4096))
+    return PreparedProduct(
+        module=_MODULE,
+        kernel="arrange_rows_kernel",
+        grid=(m, 1, 1),
+        scalars=(row_stride // unit, n_counters),
+        constexprs={
+            "ALIGNMENT": unit,
+            "IN_FEATURES": k,
+            "BLOCK_K": block_k,
+            "DEPENDENT_LAUNCH": target.is_hopper_or_later,
+        },
+        options=_options(target.warps(block_k // 8), target.is_hopper_or_later),
+        partial_elements=0,
+        n_counters=0,
+    )
+
+
+def _options(num_warps: int, dependent_launch: bool) -> dict[str, Any]:
+    return {"num_warps": num_warps, **({"launch_pdl": True} if dependent_launch else {})}
