@@ -47,7 +47,7 @@ def test_nothing_spills(package: Path) -> None:
 
 
 @each_package
-def test_where_bandwidth_counts_16_bytes_are_moved_at_once(package: Path) -> None:
+def test_where_bandwidth_counts_16_bytes_or_blocks_are_moved_at_once(package: Path) -> None:
     # A decode step is too short for that to matter, and may rather spread over all multiprocessors.
     cases = {
         name for name, case in installed_specs()[package.name].cases.items() if case.tags & {"prefill", "training"}
@@ -55,7 +55,7 @@ def test_where_bandwidth_counts_16_bytes_are_moved_at_once(package: Path) -> Non
     assert cases
     for target, case, kernel, limits in limits_of(package):
         if case in cases:
-            assert {"ld.global.v4", "cp.async.v4"} & {*limits.must_have}, (target, case, kernel)
+            assert {"ld.global.v4", "cp.async.v4", "tma"} & {*limits.must_have}, (target, case, kernel)
             # The sum of partial gradients writes one row, which is no traffic to speak of.
             assert kernel == "sum_rows_kernel" or "st.global.v4" in limits.must_have, (target, case, kernel)
 
