@@ -72,6 +72,7 @@ def check(got: torch.Tensor, x: torch.Tensor, codes: torch.Tensor, weight: Packe
     ],
 )
 @pytest.mark.parametrize("with_more", [False, True])
+@pytest.mark.usefixtures("poisoned_memory")
 def test_dozens_of_rows_are_right(m: int, n: int, k: int, dtype: torch.dtype, with_more: bool, device: str) -> None:
     x, codes, weight, bias = operands(m, n, k, dtype, device, with_more)
     got = run(x, weight, bias)
@@ -91,6 +92,7 @@ def test_dozens_of_rows_are_right(m: int, n: int, k: int, dtype: torch.dtype, wi
         {"descriptors": False, "split": 2, "block_m": 16, "num_warps": 8, "stages": 4},
     ],
 )
+@pytest.mark.usefixtures("poisoned_memory")
 def test_every_way_to_share_the_work_gives_the_result(changes: dict[str, int], device: str) -> None:
     x, codes, weight, bias = operands(35, 150, 1060, torch.float16, device, True)
     chosen = middle_config(35, 150, 1060, target_of(x.device))

@@ -110,6 +110,20 @@ def test_activations_of_any_rank_and_strides(name: str, view: Callable[[Tensor],
     check(name, arguments, call(name, arguments))
 
 
+def test_codes_may_begin_at_any_address(device: str) -> None:
+    arguments = operands(5, 24, 48, device)
+    codes, x_scale = quantize_per_token(arguments["x"])
+    weight, scale = arguments["weight_int8"], arguments["scale"]
+
+    def shifted(tensor: Tensor) -> Tensor:
+        view = torch.empty(tensor.numel() + 1, dtype=torch.int8, device=device)[1:].view(tensor.shape)
+        return view.copy_(tensor)
+
+    want = w8a8_gemm(codes, weight, scale, x_scale=x_scale, out_dtype=torch.float16)
+    for x, other in ((shifted(codes), weight), (codes, shifted(weight)), (shifted(codes), shifted(weight))):
+        assert torch.equal(w8a8_gemm(x, other, scale, x_scale=x_scale, out_dtype=torch.float16), want)
+
+
 @each_product
 def test_weights_with_any_strides_and_scales_of_any_shape(name: str, device: str) -> None:
     arguments = operands(3, 32, 32, device)
