@@ -124,6 +124,24 @@ def test_codes_may_begin_at_any_address(device: str) -> None:
         assert torch.equal(w8a8_gemm(x, other, scale, x_scale=x_scale, out_dtype=torch.float16), want)
 
 
+def test_codes_may_have_any_strides(device: str) -> None:
+    arguments = operands(5, 24, 48, device)
+    codes, x_scale = quantize_per_token(arguments["x"])
+    weight, scale = arguments["weight_int8"], arguments["scale"]
+
+    def product(x: Tensor, weight: Tensor, x_scale: Tensor) -> Tensor:
+        return w8a8_gemm(x, weight, scale[: weight.shape[0]], x_scale=x_scale, out_dtype=torch.float16)
+
+    want = product(codes, weight, x_scale)
+    gaps = torch.cat([codes, codes], 1)[:, :48]
+    assert torch.equal(product(gaps, weight, x_scale), want)
+    assert torch.equal(product(codes[:1].expand(5, 48), weight, x_scale[:1].expand(5)), want[:1].expand(5, 24))
+    # A single row has no stride of its own, whatever it says.
+    odd = codes.as_strided((1, 48), (5, 1))
+    assert torch.equal(product(odd, weight, x_scale[:1]), want[:1])
+    assert torch.equal(product(codes, weight.as_strided((1, 48), (7, 1)), x_scale), want[:, :1])
+
+
 @each_product
 def test_weights_with_any_strides_and_scales_of_any_shape(name: str, device: str) -> None:
     arguments = operands(3, 32, 32, device)

@@ -45,6 +45,17 @@ def test_what_lies_beyond_a_tensor_is_zero() -> None:
     check("cpu")
 
 
+@pytest.mark.interpreter
+def test_a_single_row_or_column_may_have_any_stride() -> None:
+    out, bias = torch.empty(BLOCK), torch.zeros(BLOCK[1])
+    x, y = torch.randn(64).as_strided((1, 20), (3, 1)), torch.randn(64).as_strided((9, 1), (4, 7))
+    prepare("cpu")(out, x, bias, y)
+    want = torch.zeros(BLOCK)
+    want[:1, :20] += x
+    want[:9, :1] += y
+    assert torch.equal(out, want)
+
+
 @pytest.mark.gpu
 def test_what_lies_beyond_a_tensor_is_zero_on_a_gpu() -> None:
     check("cuda:0")

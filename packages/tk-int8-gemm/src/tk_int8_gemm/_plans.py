@@ -189,7 +189,7 @@ def w8a8_gemm_plan(
             scale, zero_point = _vector(scale, n, torch.float32), _vector(zero_point, n, its_dtype)
             weight = weight.contiguous()
             if config.descriptors:
-                x, weight = _aligned(x), _aligned(weight)
+                x, weight = _reached(x), _reached(weight)
             launch(y, x, x_scale.contiguous(), weight, scale, _vector(bias, n), zero_point, x_sum)
             return y
 
@@ -275,9 +275,16 @@ def _options(num_warps: int, dependent_launch: bool) -> dict[str, Any]:
     return {"num_warps": num_warps, **({"launch_pdl": True} if dependent_launch else {})}
 
 
-def _aligned(tensor: Any) -> Any:
-    """Bring a tensor to an address that descriptors reach."""
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+def _reached(tensor: Any) -> Any:
+    """Bring [M, K] to where descriptors reach: rows that do not overlap, from a multiple of 16 bytes on."""
+    if row_stride(tensor) < tensor.shape[1]:
+        return tensor.contiguous()
+    if tensor.data_ptr() % 16:
+        # With its strides, which the launch has been prepared for.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    return tensor
 
 
 def gemm_launch(config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor) -> PreparedLaunch:

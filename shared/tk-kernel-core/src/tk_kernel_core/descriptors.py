@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def through_descriptors(
-    tensors: Sequence[torch.Tensor | None], names: Sequence[str], blocks: Mapping[str, tuple[int, ...]]
+    tensors: Sequence[Any], names: Sequence[str], blocks: Mapping[str, tuple[int, ...]]
 ) -> tuple[Any, ...]:
     """Put a descriptor in the place of each tensor that a kernel reads through one.
 
@@ -32,9 +32,18 @@ def through_descriptors(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return tuple(
-        TensorDescriptor.from_tensor(tensor, list(blocks[name])) if name in blocks else tensor
+        TensorDescriptor(tensor, list(tensor.shape), _strides(tensor), list(blocks[name])) if name in blocks else tensor
         for name, tensor in zip(names, tensors, strict=False)
     )
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Return the strides, for dimensions of size 1, whose stride may be anything, those of whole 16 bytes."""
+    strides, unit, reach = [], 16 // tensor.element_size(), 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        strides.append(reach if size == 1 else stride)
+        reach = -(-size * strides[-1] // unit) * unit
+    return strides[::-1]
 
 
 _Described = tuple[int, Callable[[int], Any]]
