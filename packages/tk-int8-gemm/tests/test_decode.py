@@ -314,7 +314,7 @@ def test_the_launch_covers_the_weight(m: int, n: int, k: int, is_bfloat16: bool,
     ("m", "n", "k", "want"),
     [
         (1, 11_008, 4096, (1, 4, 8, 1, 1)),
-        (1, 4096, 11_008, (1, 1, 8, 1, 11)),
+        (1, 4096, 11_008, (1, 4, 8, 3, 1)),
         (1, 28_672, 8192, (1, 4, 8, 2, 1)),
         (8, 11_008, 4096, (1, 4, 8, 1, 1)),
         (16, 11_008, 4096, (2, 4, 8, 1, 1)),
@@ -325,6 +325,20 @@ def test_the_launch_covers_the_weight(m: int, n: int, k: int, is_bfloat16: bool,
 def test_choices_on_an_h200(m: int, n: int, k: int, want: tuple[int, ...]) -> None:
     config = decode_config(m, n, k, False, H200)
     assert (config.tiles, config.num_warps, config.steps, config.iterations, config.split) == want
+
+
+def test_registers_are_bounded_only_where_that_lets_all_programs_run_at_once_and_few_spill() -> None:
+    def most_registers(m: int, n: int, is_bfloat16: bool = False, has_zero_point: bool = False) -> int | None:
+        return decode_config(m, n, 8192, is_bfloat16, H200, has_zero_point).most_registers
+
+    # 896 programs of 4 warps, on 132 multiprocessors with 65 536 registers each.
+    assert most_registers(16, 28_672) == 72
+    assert 7 * 72 * 4 * 32 <= 65_536
+    assert most_registers(16, 28_672, is_bfloat16=True) is None
+    assert most_registers(16, 28_672, has_zero_point=True) is None
+    assert most_registers(8, 28_672) is None
+    assert most_registers(16, 11_008) is None
+    assert most_registers(16, 57_344) is None
 
 
 @pytest.mark.parametrize(("row_stride", "unit"), [(4096, 16), (4104, 8), (4100, 4), (4101, 1), (48, 16), (0, 16)])

@@ -61,7 +61,7 @@ def multiply(config: GemmConfig, out_dtype: torch.dtype, x: Tensor, weight: Tens
     """Launch the product; rest is what follows x and the weight, but for the scales of a quantised x."""
     out = enclosed(torch.zeros(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device))
     x_scale, rest = (rest[:1], rest[1:]) if x.dtype == torch.int8 else ((), rest)
-    gemm_launch(config, x, weight)(out, x, *x_scale, weight, *rest)
+    gemm_launch(config, x, weight, out.dtype)(out, x, *x_scale, weight, *rest)
     for beyond in (out.storage_offset() - 1, out.storage_offset() + out.numel()):
         assert out.as_strided((1,), (1,), beyond).isnan().item()
     return out

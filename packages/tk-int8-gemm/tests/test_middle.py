@@ -136,7 +136,8 @@ def test_machine_code_on_an_h200(m: int, dtype: torch.dtype) -> None:
     assert resources.spill_bytes == resources.overwritten_operands == 0
     assert resources.instructions["wgmma"] > 0
     assert resources.instructions["tma"] > 0
-    n_programs = 1 if m > 64 else 2
+    # Shared memory and registers hold as many programs as the choice counts on.
+    n_programs = {32: 4, 64: 3, 256: 3}[m]
     assert n_programs * resources.registers * resources.num_warps * H200.warp_size <= 65_536
     assert n_programs * (resources.shared_bytes + 1024) <= H200.shared_bytes
 
@@ -165,19 +166,27 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, target: Target) -
     assert prepared.partial_elements == prepared.n_counters * split * config.block_n * config.block_m
     arrangement = prepare_arrangement(m, k, k, prepared.n_counters, target)
     assert arrangement.grid == (m, 1, 1)
+    # Whole blocks of rows, and no more.
+    assert prepared.padded_rows == n_row_programs * config.block_m
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "block_m", "num_warps", "split"),
+    ("m", "n", "k", "block_m", "tiles", "stages", "split"),
     [
-        (32, 11_008, 4096, 32, 4, 3),
-        (64, 11_008, 4096, 64, 8, 3),
-        (64, 4096, 11_008, 64, 8, 8),
-        (64, 28_672, 8192, 64, 8, 1),
-        (256, 11_008, 4096, 128, 8, 2),
-        (256, 28_672, 8192, 128, 8, 2),
+        (24, 4096, 4096, 32, 1, 3, 4),
+        (32, 11_008, 4096, 32, 1, 3, 3),
+        (64, 11_008, 4096, 64, 1, 3, 2),
+        (64, 4096, 14_336, 64, 1, 3, 6),
+        (64, 28_672, 8192, 64, 2, 3, 1),
+        (96, 11_008, 4096, 64, 1, 3, 1),
+        (128, 14_336, 4096, 128, 1, 3, 1),
+        (192, 11_008, 4096, 64, 1, 3, 1),
+        # 344 programs: three for each multiprocessor, all at once.
+        (256, 11_008, 4096, 128, 1, 2, 1),
+        (256, 4096, 14_336, 128, 1, 3, 2),
+        (256, 28_672, 8192, 128, 1, 3, 1),
     ],
 )
-def test_choices_on_an_h200(m: int, n: int, k: int, block_m: int, num_warps: int, split: int) -> None:
+def test_choices_on_an_h200(m: int, n: int, k: int, block_m: int, tiles: int, stages: int, split: int) -> None:
     config = middle_config(m, n, k, H200)
-    assert (config.block_m, config.num_warps, config.split) == (block_m, num_warps, split)
+    assert (config.block_m, config.tiles, config.stages, config.split) == (block_m, tiles, stages, split)

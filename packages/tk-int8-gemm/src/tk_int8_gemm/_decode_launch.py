@@ -33,6 +33,7 @@ class DecodeConfig:
         iterations: Turns of the loop.
         split: Programs that share the input features of the same tiles.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+        most_registers: Of a thread; None leaves them to the compiler.
     """
 
     block_m: int
@@ -44,6 +45,7 @@ class DecodeConfig:
     iterations: int
     split: int
     dependent_launch: bool
+    most_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class PreparedProduct:
         n_counters: Size of the workspace `counter`: int32, zeros, and left so. Launches that may run at the same
             time must not share it, nor the other.
         blocks: The tensors that are read through descriptors, and the shape of the blocks.
+        padded_rows: Rows that x must have once it is arranged; 0 where it is taken as it is.
     """
 
     module: str
@@ -75,9 +78,12 @@ class PreparedProduct:
     partial_elements: int
     n_counters: int
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    padded_rows: int = 0
 
 
-def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> DecodeConfig:
+def decode_config(
+    m: int, n: int, k: int, is_bfloat16: bool, target: Target, has_zero_point: bool = False
+) -> DecodeConfig:
     """Choose the launch for a few rows.
 
     Args:
@@ -86,6 +92,7 @@ def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> 
         k: Input features.
         is_bfloat16: Whether x is bfloat16: then a weight takes two instructions, in float16 one.
         target: The GPU.
+        has_zero_point: Whether the weight has zero points: then the matrix units also add up x.
     """
     n_groups = -(-k // _GROUP)
     # AMD's matrix instructions have 16 columns at least.
@@ -93,14 +100,16 @@ def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> 
     # Two tiles halve how often x is read, one fills more of the GPU.
     tiles = 2 if m > 8 or is_amd else 1
     n_programs = -(-n // (tiles * _TILE))
-    is_wide = n_programs >= 2 * target.compute_units
+    most_registers = None
+    is_wide = 2 * n_programs >= 3 * target.compute_units
     if m == 1 and not is_amd:
         # The 8 columns of the matrix instruction are groups of one step each.
-        block_m, steps, ahead, x_ahead = 1, 8, 2, 0
+        block_m, steps, x_ahead = 1, 8, 0
         n_turns = -(-n_groups // steps)
         num_warps = min(4, next_power_of_two(n_turns)) if is_wide else 1
         split = 1 if is_wide else min(n_turns, _MOST_SPLITS)
         iterations = -(-n_turns // (num_warps * split))
+        ahead = 2 if iterations == 1 else 4
     else:
         block_m = 8 * tiles
         num_warps = min(4, next_power_of_two(n_groups))
@@ -111,12 +120,28 @@ def decode_config(m: int, n: int, k: int, is_bfloat16: bool, target: Target) -> 
         # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
         iterations = -(-n_own // (1 if is_amd else 8 if is_bfloat16 else 16))
         steps = -(-n_own // iterations)
-        # Of two tiles at a time, a second step ahead would cost the third program on a multiprocessor.
-        ahead = min(steps, 1 if tiles == 2 else 2)
+        # A second step of two tiles ahead leaves registers for three programs on a multiprocessor.
+        ahead = min(steps, 2 if tiles == 2 and not is_amd and n_programs * split <= 3 * target.compute_units else 1)
         x_ahead = 0 if is_amd else 1
+        per_unit = -(-n_programs * split // target.compute_units)
+        if target.name == "sm_90" and tiles == 2 and 5 < per_unit <= 7 and not (is_bfloat16 or has_zero_point):
+            # Seven programs on a multiprocessor: all run at once, which is worth a dozen registers that spill, each
+            # once. More would, and in the stream of the weight, for bfloat16 or zero points.
+            most_registers = 72
     # Rounding up may have left the last programs nothing.
     split = -(-n_groups // (num_warps * steps * iterations))
-    return DecodeConfig(block_m, tiles, num_warps, steps, ahead, x_ahead, iterations, split, target.is_hopper_or_later)
+    return DecodeConfig(
+        block_m,
+        tiles,
+        num_warps,
+        steps,
+        ahead,
+        x_ahead,
+        iterations,
+        split,
+        target.is_hopper_or_later,
+        most_registers,
+    )
 
 
 def prepare_decode(
@@ -127,6 +152,7 @@ def prepare_decode(
     is_bfloat16: bool,
     target: Target,
     config: DecodeConfig | None = None,
+    has_zero_point: bool = False,
 ) -> PreparedProduct:
     """Return what a launch for a few rows takes beside tensors.
 
@@ -138,8 +164,9 @@ def prepare_decode(
         is_bfloat16: Whether x is bfloat16 and not float16.
         target: The GPU.
         config: How to launch; `decode_config` of the rest by default.
+        has_zero_point: Whether the weight has zero points.
     """
-    config = config or decode_config(m, n, k, is_bfloat16, target)
+    config = config or decode_config(m, n, k, is_bfloat16, target, has_zero_point)
     constexprs: dict[str, Any] = {
         "IN_FEATURES": k,
         "TILES": config.tiles,
@@ -163,6 +190,8 @@ def prepare_decode(
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1}
     if config.dependent_launch:
         options["launch_pdl"] = True
+    if config.most_registers is not None:
+        options["maxnreg"] = config.most_registers
     block_n = config.tiles * _TILE
     n_programs = -(-n // block_n)
     is_split = config.split > 1

@@ -52,17 +52,20 @@ def _to_float(codes, dtype: tl.constexpr):
 @triton.jit
 def _store_part(
     acc,
-    rows,
-    columns,
+    first_m,
+    first_n,
     m,
     n,
-    out_ptr,
+    out,
     x_scale_ptr,
     scale_ptr,
     bias_ptr,
     zero_point_ptr,
     x_sum_ptr,
+    OUT_DESCRIPTOR: tl.constexpr,
 ):
+    rows = first_m + tl.arange(0, acc.shape[0])
+    columns = first_n + tl.arange(0, acc.shape[1])
     row_mask, column_mask = rows < m, columns < n
     if zero_point_ptr is not None:
         zero_point = tl.load(zero_point_ptr + columns, mask=column_mask, other=0)[None, :]
@@ -76,8 +79,12 @@ def _store_part(
         value *= tl.load(x_scale_ptr + rows, mask=row_mask, other=0.0)[:, None]
     if bias_ptr is not None:
         value += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    out_ptrs = out_ptr + (rows.to(tl.int64) * n)[:, None] + columns[None, :]
-    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+    if OUT_DESCRIPTOR:
+        # It leaves out what lies beyond the tensor.
+        out.store([first_m, first_n], value.to(out.dtype))
+    else:
+        out_ptrs = out + (rows.to(tl.int64) * n)[:, None] + columns[None, :]
+        tl.store(out_ptrs, value.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit
@@ -87,38 +94,66 @@ def _store(
     first_n,
     m,
     n,
-    out_ptr,
+    out,
     x_scale_ptr,
     scale_ptr,
     bias_ptr,
     zero_point_ptr,
     x_sum_ptr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
 ):
-    """Store (acc - zero_point * x_sum) * scale * x_scale + bias, as far as it lies within [m, n]."""
-    rows = first_m + tl.arange(0, BLOCK_M)
+    """Store (acc - zero_point * x_sum) * scale * x_scale + bias, as far as it lies within [m, n].
+
+    out is a descriptor of blocks as high as acc and at most 64 wide, or a pointer.
+    """
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
     if BLOCK_N == 128:
         # One half after the other: with all factors of a wide tile at hand, registers would spill.
         left, right = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), (0, 2, 1)))
-        columns = first_n + tl.arange(0, BLOCK_N // 2)
-        _store_part(left, rows, columns, m, n, out_ptr, x_scale_ptr, scale_ptr, bias_ptr, zero_point_ptr, x_sum_ptr)
         _store_part(
-            right,
-            rows,
-            columns + BLOCK_N // 2,
+            left,
+            first_m,
+            first_n,
             m,
             n,
-            out_ptr,
+            out,
             x_scale_ptr,
             scale_ptr,
             bias_ptr,
             zero_point_ptr,
             x_sum_ptr,
+            OUT_DESCRIPTOR,
+        )
+        _store_part(
+            right,
+            first_m,
+            first_n + BLOCK_N // 2,
+            m,
+            n,
+            out,
+            x_scale_ptr,
+            scale_ptr,
+            bias_ptr,
+            zero_point_ptr,
+            x_sum_ptr,
+            OUT_DESCRIPTOR,
         )
     else:
-        columns = first_n + tl.arange(0, BLOCK_N)
-        _store_part(acc, rows, columns, m, n, out_ptr, x_scale_ptr, scale_ptr, bias_ptr, zero_point_ptr, x_sum_ptr)
+        _store_part(
+            acc,
+            first_m,
+            first_n,
+            m,
+            n,
+            out,
+            x_scale_ptr,
+            scale_ptr,
+            bias_ptr,
+            zero_point_ptr,
+            x_sum_ptr,
+            OUT_DESCRIPTOR,
+        )
 
 
 @triton.jit(do_not_specialize=["m", "n_units", "k_units", "stride_x"])
@@ -192,14 +227,13 @@ def int8_gemm_kernel(
         bias_ptr,
         zero_point_ptr,
         x_sum_ptr,
-        BLOCK_M,
-        BLOCK_N,
+        False,
     )
 
 
 @triton.jit(do_not_specialize=["m", "n_units", "k_units", "stride_x"])
 def w8a8_gemm_kernel(
-    out_ptr,
+    out,
     x,
     x_scale_ptr,
     weight,
@@ -222,13 +256,15 @@ def w8a8_gemm_kernel(
     STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
 ):
     """out = (x @ weight.T - zero_point * x_sum) * scale * x_scale + bias; a program goes through tiles.
 
     x is [m, k] in codes and starts a row every stride_x * K_ALIGNMENT elements; x_scale is fp32 [m], x_sum holds
     the row sums in int32. Sums of products are exact in int32, and so is the correction by integer zero points.
     SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time. x and weight
-    are DESCRIPTORS of blocks [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K], or pointers.
+    are DESCRIPTORS of blocks [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K], or pointers; out is an OUT_DESCRIPTOR of blocks
+    as high and at most 64 wide, or a pointer.
     """
     n, k = n_units * N_ALIGNMENT, k_units * K_ALIGNMENT
     n_tiles_m, n_tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -267,14 +303,13 @@ def w8a8_gemm_kernel(
             first_n,
             m,
             n,
-            out_ptr,
+            out,
             x_scale_ptr,
             scale_ptr,
             bias_ptr,
             zero_point_ptr,
             x_sum_ptr,
-            BLOCK_M,
-            BLOCK_N,
+            OUT_DESCRIPTOR,
         )
 
 

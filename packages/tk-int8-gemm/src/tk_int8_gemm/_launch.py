@@ -17,8 +17,8 @@ in 32 bits."""
 LONGEST_INT32_SUM = 2**17 - 1
 """Products of two codes, of at most 2^14 each, whose sum int32 certainly holds."""
 
-WORKSPACE_BYTES = 128 * 2**20
-"""Most memory that dequantised weights take at a time, unless a single row is longer."""
+WORKSPACE_BYTES = 32 * 2**20
+"""Most memory that dequantised weights take at a time, unless a single row is longer. It stays in an L2 cache."""
 
 _GROUP_M = 8
 
@@ -36,6 +36,7 @@ class GemmConfig:
         stages: Steps in flight or in work at a time.
         num_warps: Warps per program.
         descriptors: Whether `x` and the weights are read through descriptors.
+        out_descriptor: Whether the result, too, is written through one where its rows are aligned to 16 bytes.
         n_programs: Programs in the grid; as many as there are tiles, except where a program goes through several.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
         reason: Why this was chosen, in a sentence.
@@ -49,6 +50,7 @@ class GemmConfig:
     stages: int
     num_warps: int
     descriptors: bool
+    out_descriptor: bool
     n_programs: int
     dependent_launch: bool
     reason: str
@@ -145,19 +147,28 @@ def w8a8_config(m: int, n: int, k: int, alignment: int, target: Target) -> GemmC
         return dequantize_config(n, k, 4, target, f"sums of more than {LONGEST_INT32_SUM} products may not fit int32")
     if alignment < 16:
         return _unaligned(m, n, alignment, target)
+    units, is_amd = target.compute_units, target.backend == "hip"
     if m <= 16:
-        tile = (16, 32, 256, True, 4, 4) if target.backend == "cuda" else (16, 64, 256, True, 2, 4)
-        return _persistent(m, n, tile, 4, target, f"m = {m} is a decode step, bound by the traffic of the weights")
+        tile = (16, 64, 256, True, 4, 4)
+        return _persistent(m, n, tile, 3, target, f"m = {m} is a decode step, bound by the traffic of the weights")
     if m <= 32:
         return _persistent(m, n, (32, 64, 256, True, 4, 4), 2, target, f"m = {m} fits a tile of 32 rows")
-    if m <= 64 and n < 256 * target.compute_units:
-        return _persistent(
-            m, n, (64, 64, 128, True, 4, 4), 3, target, f"m = {m} fits a tile of 64 rows, narrow to fill the GPU"
-        )
-    if m <= 256:
+    if m <= 64:
+        # With few tiles, each must have much on its way.
+        is_narrow = n <= 2 * units * 64 and not is_amd
+        tile, per_unit = ((64, 64, 256, True, 3, 4), 2) if is_narrow else ((64, 64, 128, True, 3, 4), 4)
+        return _persistent(m, n, tile, per_unit, target, f"m = {m} fits a tile of 64 rows")
+    if m <= 192:
         return _persistent(m, n, (64, 128, 128, True, 4, 4), 2, target, f"m = {m} fills few tiles of 64 rows")
+    if -(-m // 128) * -(-n // 128) <= 3 * units:
+        tile, reason = (128, 64, 128, True, 3, 4), f"m = {m} fills too few square tiles to load every unit alike"
+        return _persistent(m, n, tile, 3, target, reason)
     warps = 4 if target.name == "sm_90" else 8
-    return _persistent(m, n, (128, 128, 128, False, 3, warps), 2, target, f"m = {m} fills tiles of 128 rows")
+    tile = (128, 128, 128, m <= 512 and not is_amd, 3, warps)
+    config = _persistent(m, n, tile, 2, target, f"m = {m} fills tiles of 128 rows")
+    # Programs that begin where the last launch's still run are spread unevenly: what a short one gains by beginning
+    # early, a long one loses.
+    return replace(config, dependent_launch=config.dependent_launch and m <= 512)
 
 
 def quantize_config(k: int, target: Target) -> RowConfig:
@@ -203,6 +214,7 @@ def _one_tile_each(m: int, n: int, tile: _Tile, target: Target, reason: str) -> 
         stages,
         num_warps,
         False,
+        False,
         n_tiles,
         target.is_hopper_or_later,
         reason,
@@ -212,9 +224,15 @@ def _one_tile_each(m: int, n: int, tile: _Tile, target: Target, reason: str) -> 
 def _persistent(m: int, n: int, tile: _Tile, programs_per_unit: int, target: Target, reason: str) -> GemmConfig:
     """No more programs than run at a time, each going through several tiles."""
     config = _one_tile_each(m, n, tile, target, reason)
+    block_n = tile[1]
     n_programs = min(config.n_programs, programs_per_unit * target.compute_units)
     # Elsewhere Triton makes loads of them, and slower ones than it makes of pointers.
-    return replace(config, n_programs=n_programs, descriptors=target.is_hopper_or_later)
+    return replace(
+        config,
+        n_programs=n_programs,
+        descriptors=target.is_hopper_or_later,
+        out_descriptor=target.is_hopper_or_later and block_n == 128,
+    )
 
 
 def dequantize_config(n: int, k: int, bytes_per_element: int, target: Target, reason: str) -> DequantizeConfig:

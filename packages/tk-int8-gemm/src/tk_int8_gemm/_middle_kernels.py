@@ -85,8 +85,9 @@ def int8_middle_kernel(
 ):
     """BLOCK_M rows of x by TILES * WARPS tiles of 16 output features, over a SPLIT-th of K.
 
-    arranged is a descriptor of blocks [BLOCK_M, GROUP], or a pointer. The sums of the rows of x come from x_sum_ptr
-    where there are zero points. Programs of the same features follow one another, so that they find the weight in L2.
+    arranged is a descriptor of blocks [BLOCK_M, GROUP], or a pointer; it has whole blocks of rows, and what those
+    beyond n_rows hold does not matter. The sums of the rows of x come from x_sum_ptr where there are zero points.
+    Programs of the same features follow one another, so that they find the weight in L2.
     """
     N_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
     OWN_GROUPS: tl.constexpr = (N_GROUPS + SPLIT - 1) // SPLIT
@@ -104,14 +105,18 @@ def int8_middle_kernel(
     words = tl.arange(0, BLOCKS)[None, None, :, None] * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, None, None, :]
     word_ptrs = codes_ptr + (tiles * N_GROUPS + first) * GROUP_WORDS + words
     if not DESCRIPTORS:
-        # Rows that do not exist repeat the last one.
-        x_rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), n_rows - 1).to(tl.int64)
+        x_rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
         x_ptrs = arranged + x_rows[:, None] * (N_GROUPS * GROUP) + first * GROUP + tl.arange(0, GROUP)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # The weight is on its way a group ahead, in registers: shared memory is left to x. It does not wait:
+    # arrange_rows_kernel, which comes before, has begun after all that came before it.
+    next_words = tl.load(word_ptrs, eviction_policy="evict_first")
     wait_for_predecessor(DEPENDENT_LAUNCH)
     for group in tl.range(first, last, num_stages=STAGES):
-        these_words = tl.load(word_ptrs, eviction_policy="evict_first")
-        word_ptrs += GROUP_WORDS
+        these_words = next_words
+        # The last group repeats itself.
+        word_ptrs += tl.where(group + 1 < last, GROUP_WORDS, 0)
+        next_words = tl.load(word_ptrs, eviction_policy="evict_first")
         if DESCRIPTORS:
             x = arranged.load([first_row, group * GROUP])
         else:

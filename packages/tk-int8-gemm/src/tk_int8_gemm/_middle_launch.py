@@ -18,8 +18,9 @@ MIDDLE_ROWS = 256
 _MODULE = "tk_int8_gemm._middle_kernels"
 _TILE, _GROUP = 16, 128
 _MOST_SPLITS = 16
-# What a program does beside its groups takes as long as about so many of them.
-_GROUPS_BESIDE = 4
+_WARPS = 4
+# Output features from which on wider tiles still make enough programs.
+_WIDE = 12_288
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class MiddleConfig:
         block_m: Rows of x per program.
         tiles: Tiles of 16 output features per warp.
         num_warps: Warps per program, each with output features of its own.
-        stages: Groups of 128 input features on their way or in work at a time.
+        stages: Groups of 128 input features of x on their way or in work at a time.
         split: Programs that share the input features of the same results.
         descriptors: Whether x is read through a descriptor.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
@@ -77,31 +78,37 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
     """
     # AMD's local data share holds no more than two groups of narrow tiles.
     is_amd = target.backend == "hip"
-    block_m = 32 if m <= 32 else 64 if m <= 64 or is_amd else 128
-    # Every program reads all of its rows: wide ones read x less often.
-    num_warps = 4 if block_m == 32 or is_amd else 8
-    # Registers of as many programs fit a multiprocessor, and shared memory for 3 stages of each.
-    n_slots = (1 if block_m == 128 else 2) * target.compute_units
-    block_n = _TILE * num_warps
-    n_programs = -(-n // block_n) * -(-m // block_m)
+    if m <= 32:
+        block_m, tiles, stages, programs_per_unit = 32, 1, 3, 4
+    elif m > 192 or (m > 64 and n >= _WIDE):
+        block_m, tiles, stages, programs_per_unit = 128, 1, 3, 2
+    elif m > 64 or n < _WIDE or target.name != "sm_90":
+        block_m, tiles, stages, programs_per_unit = 64, 1, 3, 3
+    else:
+        # So many features that fewer programs, which read x less often, still fill the GPU. Elsewhere registers spill.
+        block_m, tiles, stages, programs_per_unit = 64, 2, 3, 2
+    if is_amd:
+        block_m, tiles, stages, programs_per_unit = min(block_m, 64), 1, 2, 2
+    n_programs = -(-n // (_TILE * tiles * _WARPS)) * -(-m // block_m)
+    if block_m == 128 and 2 * target.compute_units < n_programs <= 3 * target.compute_units:
+        # Shared memory for two stages of three programs: all run at once.
+        stages, programs_per_unit = 2, 3
     return MiddleConfig(
         block_m,
-        1,
-        num_warps,
-        2 if is_amd else 3,
-        _split(n_programs, -(-k // _GROUP), n_slots),
+        tiles,
+        _WARPS,
+        stages,
+        _split(n_programs, -(-k // _GROUP), programs_per_unit * target.compute_units),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
     )
 
 
 def _split(n_programs: int, n_groups: int, n_slots: int) -> int:
-    """Return the number of parts of K with which the programs, so many at a time, are done first."""
-
-    def duration(split: int) -> int:
-        return -(-n_programs * split // n_slots) * (-(-n_groups // split) + _GROUPS_BESIDE)
-
-    split = min(range(1, min(_MOST_SPLITS, n_groups) + 1), key=duration)
+    """Return the number of parts of K with which the programs, all at once, are done first."""
+    most = max(1, min(n_slots // n_programs, n_groups, _MOST_SPLITS))
+    # To add up a part takes about as long as a group.
+    split = min(range(1, most + 1), key=lambda split: -(-n_groups // split) + split)
     # Rounding up may have left the last programs nothing.
     return -(-n_groups // -(-n_groups // split))
 
@@ -143,14 +150,15 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
         blocks={"arranged": (config.block_m, _GROUP)} if config.descriptors else {},
+        padded_rows=-(-m // config.block_m) * config.block_m,
     )
 
 
 def prepare_arrangement(m: int, k: int, row_stride: int, n_counters: int, target: Target) -> PreparedProduct:
     """Return what the launch that arranges x takes beside tensors.
 
-    The tensors are arranged ([m, k] with k padded to whole groups, of the dtype of x), x_sum or None, counter or None,
-    and x.
+    The tensors are arranged ([m or more rows, k padded to whole groups], of the dtype of x), x_sum or None, counter
+    or None, and x.
 
     Args:
         m: Rows of x.

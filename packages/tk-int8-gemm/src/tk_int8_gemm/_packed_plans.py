@@ -63,7 +63,7 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any,
             return lambda x, codes, scale, zero_point, bias: product(x, codes, scale, bias, zero_point)
         new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
         if way == "decode":
-            multiply_rows = _decode(rows, n, k)
+            multiply_rows = _decode(rows, n, k, zero_point is not None)
         else:
             multiply_rows = middle(rows, n, k, zero_point is not None)
 
@@ -77,10 +77,11 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any,
     return planned(("int8_linear", n, k), (x, codes, scale, zero_point, bias), make)
 
 
-def _decode(rows: torch.Tensor, n: int, k: int) -> Callable[..., None]:
+def _decode(rows: torch.Tensor, n: int, k: int, has_zero_point: bool) -> Callable[..., None]:
     """Return the function that multiplies a few rows."""
     (m, _), device, target = rows.shape, rows.device, launch_target(rows.device)
-    prepared = prepare_decode(m, n, k, row_stride(rows), rows.dtype == torch.bfloat16, target)
+    is_bfloat16 = rows.dtype == torch.bfloat16
+    prepared = prepare_decode(m, n, k, row_stride(rows), is_bfloat16, target, has_zero_point=has_zero_point)
     launch = _launch(prepared, device)
     if not prepared.n_counters:
         return launch
@@ -103,7 +104,8 @@ def middle(
     n_counters = prepared.n_counters
     arrange = _launch(prepare_arrangement(m, k, row_stride(rows), n_counters, target), device)
     launch = _launch(prepared, device)
-    new_arranged = allocator((m, -(-k // GROUP) * GROUP), rows.dtype, device)
+    # Whole blocks of rows: loads through a descriptor that reach beyond its tensor take twice as long.
+    new_arranged = allocator((prepared.padded_rows, -(-k // GROUP) * GROUP), rows.dtype, device)
     new_x_sum = allocator((m,), torch.float32, device)
     new_partial = allocator((prepared.partial_elements,), torch.float32, device)
     new_counter = allocator((n_counters,), torch.int32, device)

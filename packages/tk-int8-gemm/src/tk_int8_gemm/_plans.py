@@ -129,7 +129,7 @@ def int8_gemm_plan(x: Any, weight_int8: Any, scale: Any, bias: Any, zero_point: 
         config = int8_gemm_config(rows.shape[0], n, k, unit, dtype, launch_target(x.device))
         if isinstance(config, DequantizeConfig):
             return _dequantizing(config, x.dtype, weight_int8)
-        launch = gemm_launch(config, rows, weight_int8)
+        launch = gemm_launch(config, rows, weight_int8, x.dtype)
         sum_up = None if zero_point is None else row_sums(rows)
         new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
 
@@ -172,7 +172,7 @@ def w8a8_gemm_plan(
                 return product(values, weight, scale, bias, zero_point).to(dtype)
 
             return multiply_floats
-        launch = gemm_launch(config, rows, weight_int8)
+        launch = gemm_launch(config, rows, weight_int8, dtype)
         new_y = allocator((*x.shape[:-1], n), dtype, x.device)
 
         def multiply(x: Any, weight: Any, scale: Any, bias: Any, zero_point: Any, x_scale: Any) -> Any:
@@ -287,11 +287,16 @@ def _reached(tensor: Any) -> Any:
     return tensor
 
 
-def gemm_launch(config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor) -> PreparedLaunch:
-    """Prepare the product of [M, K], floats or codes, and codes [N, K]."""
+def gemm_launch(config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> PreparedLaunch:
+    """Prepare the product, of a dtype, of [M, K], floats or codes, and codes [N, K]."""
     (m, k), n, stride = rows.shape, weight.shape[0], row_stride(rows)
     unit, unit_n = _unit(k, stride), _unit(n)
     blocks = {"x": (config.block_m, config.block_k), "weight": (config.block_n, config.block_k)}
+    # A descriptor's rows start at multiples of 16 bytes. Tiles of 4 bytes an element would leave no room for a second
+    # program.
+    by_descriptor = config.out_descriptor and n % 8 == 0 and dtype.itemsize == 2
+    if by_descriptor:
+        blocks["out"] = (config.block_m, min(64, config.block_n))
     is_quantised = rows.dtype == torch.int8
     return PreparedLaunch(
         _W8A8_GEMM if is_quantised else _INT8_GEMM,
@@ -308,7 +313,7 @@ def gemm_launch(config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor) ->
             "GROUP_M": config.group_m,
             "STAGES": config.stages,
             "DEPENDENT_LAUNCH": config.dependent_launch,
-            **({"DESCRIPTORS": config.descriptors} if is_quantised else {}),
+            **({"DESCRIPTORS": config.descriptors, "OUT_DESCRIPTOR": by_descriptor} if is_quantised else {}),
         },
         weight.device,
         blocks if config.descriptors else None,
