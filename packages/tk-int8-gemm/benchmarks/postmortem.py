@@ -18,7 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tk_int8_gemm import PackedInt8Weight, dequantize, int8_gemm, int8_linear, quantize_per_token, w8a8_gemm
+from tk_int8_gemm import (
+    PackedInt8Weight,
+    dequantize,
+    int8_gemm,
+    int8_gemm_torch,
+    int8_linear,
+    quantize_per_token,
+    w8a8_gemm,
+)
 from tk_int8_gemm._spec import SPEC
 from tk_kernel_core.bench import compare, environment
 from tk_kernel_core.device import current_device, known_device
@@ -159,9 +167,9 @@ def by_int8_linear(inputs: Inputs) -> torch.Tensor:
 
 
 def weight_only_reference(inputs: Inputs) -> torch.Tensor:
-    """Multiply 16-bit activations in fp64."""
-    result: torch.Tensor = SPEC.reference({**inputs, "form": "int8_gemm"})
-    return result
+    """Multiply 16-bit activations by the weight, which is not rounded, in fp64."""
+    x = inputs["x"]
+    return int8_gemm_torch(x.double(), inputs["codes"], inputs["scale"]).to(x.dtype)
 
 
 def fp16_weight_reference(inputs: Inputs) -> torch.Tensor:

@@ -74,6 +74,15 @@ def test_a_wrong_formulation_fails(script: ModuleType, monkeypatch: pytest.Monke
     assert [script.check(name, case, inputs).passed for name in script.FORMULATIONS] == [True, False, False]
 
 
+def test_many_rows_are_held_against_the_weight_as_it_is(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package dequantises and rounds it for so many; the formulations with faults do not.
+    case = script.case_of(300, 32, 256)
+    inputs = script.SPEC.make_inputs(case, "cpu", 0)
+    sums = inputs["x"].double() @ inputs["codes"].double().T * inputs["scale"].double()
+    monkeypatch.setattr(script, "FORMULATIONS", {"exact": script.Formulation(lambda _: sums.half())})
+    assert script.check("exact", case, inputs).passed
+
+
 def test_times_stand_beside_their_multiple_of_cublas(script: ModuleType) -> None:
     names = list(script.FORMULATIONS)
     table = script.table(report_of({names[0]: 25.0, names[2]: 330.04}, 16)).splitlines()
