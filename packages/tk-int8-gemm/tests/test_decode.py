@@ -14,7 +14,7 @@ from tk_int8_gemm._decode_launch import DECODE_ROWS, DecodeConfig, decode_config
 from tk_int8_gemm._packing import PackedInt8Weight
 from tk_kernel_core.aot import CompiledObject, compile_launch
 from tk_kernel_core.interpreter import interpreting
-from tk_kernel_core.launch import Kernel, PreparedLaunch
+from tk_kernel_core.launch import PreparedLaunch
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.resources import disassemble, inspect
 from tk_kernel_core.targets import COMPILE_TARGETS, INTERPRETED_TARGET, Target, target_of
@@ -52,14 +52,7 @@ class Problem:
             partial = torch.full((prepared.partial_elements,), float("nan"), device=device)
             if self.counter is None:
                 self.counter = torch.zeros(prepared.n_counters, dtype=torch.int32, device=device)
-        launch = PreparedLaunch(
-            Kernel(prepared.module, prepared.kernel),
-            prepared.grid,
-            prepared.scalars,
-            prepared.constexprs,
-            device,
-            **prepared.options,
-        )
+        launch = PreparedLaunch.of(prepared, device)
         weight = self.weight
         launch(y, self.x, weight.codes, weight.scale, weight.zero_point, self.bias, partial, self.counter)
         assert_guards_intact(y)
@@ -212,14 +205,7 @@ def machine_code(
 ) -> CompiledObject:
     """Compile what is chosen for a product."""
     prepared = prepare_decode(m, n, k, k, dtype == torch.bfloat16, target)
-    launch = PreparedLaunch(
-        Kernel(prepared.module, prepared.kernel),
-        prepared.grid,
-        prepared.scalars,
-        prepared.constexprs,
-        torch.device("meta"),
-        **prepared.options,
-    )
+    launch = PreparedLaunch.of(prepared, torch.device("meta"))
 
     def tensor(dtype: torch.dtype, is_present: bool = True) -> torch.Tensor | None:
         return torch.empty(1, dtype=dtype, device="meta") if is_present else None
@@ -339,13 +325,6 @@ def test_registers_are_bounded_only_where_that_lets_all_programs_run_at_once_and
     assert most_registers(8, 28_672) is None
     assert most_registers(16, 11_008) is None
     assert most_registers(16, 57_344) is None
-
-
-@pytest.mark.parametrize(("row_stride", "unit"), [(4096, 16), (4104, 8), (4100, 4), (4101, 1), (48, 16), (0, 16)])
-def test_strides_come_in_the_largest_unit_up_to_16_elements(row_stride: int, unit: int) -> None:
-    prepared = prepare_decode(2, 64, 40, row_stride, False, H200)
-    assert prepared.constexprs["ALIGNMENT"] == unit
-    assert prepared.scalars == (2, 64, row_stride // unit)
 
 
 def opcodes_of(compiled: CompiledObject) -> list[str]:

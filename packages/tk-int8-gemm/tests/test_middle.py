@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tk_int8_gemm import PackedInt8Weight, int8_linear
-from tk_int8_gemm._middle_launch import MIDDLE_ROWS, MiddleConfig, middle_config, prepare_arrangement, prepare_middle
+from tk_int8_gemm._middle_launch import MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
 from tk_int8_gemm._packed_plans import middle
 from tk_kernel_core.aot import CompiledObject, compile_launch
 from tk_kernel_core.interpreter import interpreting
@@ -164,8 +164,6 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, target: Target) -
     assert split == config.split
     assert prepared.n_counters == (n_programs if split > 1 else 0)
     assert prepared.partial_elements == prepared.n_counters * split * config.block_n * config.block_m
-    arrangement = prepare_arrangement(m, k, k, prepared.n_counters, target)
-    assert arrangement.grid == (m, 1, 1)
     # Whole blocks of rows, and no more.
     assert prepared.padded_rows == n_row_programs * config.block_m
 

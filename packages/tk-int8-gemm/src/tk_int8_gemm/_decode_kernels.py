@@ -15,6 +15,15 @@ elements of x are in the registers that two instructions take them from.
 import triton
 import triton.language as tl
 
+from tk_kernel_core.gemm_kernels import (
+    finish,
+    keep_loads_above,
+    load_words,
+    load_x,
+    select,
+    wait_for_predecessor,
+)
+
 GROUP = tl.constexpr(128)
 BLOCKS = tl.constexpr(4)  # of 32 columns, in a group
 BLOCK_WORDS = tl.constexpr(128)  # of a block of a tile
@@ -91,81 +100,11 @@ def _word_offsets(first_groups, N_GROUPS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _load_words(ptrs, groups, N_GROUPS: tl.constexpr, SPARE: tl.constexpr):
-    # Nothing is read twice: the weight makes room first.
-    if SPARE:
-        exists = groups[:, None, None, None] < N_GROUPS
-        return tl.load(ptrs, mask=exists, other=0, eviction_policy="evict_first")
-    else:
-        return tl.load(ptrs, eviction_policy="evict_first")
-
-
-@triton.jit
-def load_x(ptrs, columns, IN_FEATURES: tl.constexpr, RAGGED: tl.constexpr):
-    if RAGGED:
-        return tl.load(ptrs, mask=columns < IN_FEATURES, other=0.0)
-    else:
-        return tl.load(ptrs)
-
-
-@triton.jit
-def _keep_loads_above(PTX: tl.constexpr):
-    # ptxas would move the loads of the weight down to their first use, and have few in flight.
-    if PTX:
-        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def wait_for_predecessor(DEPENDENT_LAUNCH: tl.constexpr):
-    # In a loop only the first call waits.
-    if DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _scaled(total, x_sum, features, exists, scale_ptr, zero_point_ptr):
     """(total - zero_point * x_sum) * scale, where features and exists broadcast to total."""
     if zero_point_ptr is not None:
         total -= tl.load(zero_point_ptr + features, mask=exists, other=0.0) * x_sum
     return total * tl.load(scale_ptr + features, mask=exists, other=0.0)
-
-
-@triton.jit
-def _store(y_ptrs, total, exists, bias_ptrs, bias_exists):
-    if bias_ptrs is not None:
-        total += tl.load(bias_ptrs, mask=bias_exists, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def finish(
-    y_ptrs, total, places, exists, features, feature_exists, bias_ptr, partial_ptr, counter_ptr, SPLIT: tl.constexpr
-):
-    """Add up what the SPLIT programs of axis 1 found for the same results, add the bias, and store.
-
-    total, places and exists are of one shape: what this program found, where that goes in a partial result, and
-    which of it are results. features and feature_exists broadcast to it.
-    """
-    bias_ptrs = None if bias_ptr is None else bias_ptr + features
-    if SPLIT == 1:
-        _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
-    else:
-        SIZE: tl.constexpr = total.numel
-        program = tl.program_id(0).to(tl.int64)
-        partial_ptrs = partial_ptr + program * (SPLIT * SIZE) + places
-        tl.store(partial_ptrs + tl.program_id(1) * SIZE, total)
-        # Every thread has stored before one of them counts the program as done.
-        tl.debug_barrier()
-        n_done = tl.atomic_add(counter_ptr + program, 1, sem="acq_rel")
-        if n_done == SPLIT - 1:
-            # Whoever comes last adds up in one order, and leaves the counter as it found it.
-            total = tl.zeros_like(total)
-            for split in tl.static_range(SPLIT):
-                # Not from L1, which other programs' stores do not reach.
-                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
-            _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
-            tl.store(counter_ptr + program, 0)
 
 
 @triton.jit
@@ -212,9 +151,9 @@ def int8_decode_row_kernel(
             words = ()
             for ahead in tl.static_range(AHEAD):
                 step = iteration * 8 + first + ahead
-                loaded = _load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
+                loaded = load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
                 words += (loaded,)
-            _keep_loads_above(PTX)
+            keep_loads_above(PTX)
             wait_for_predecessor(DEPENDENT_LAUNCH)
             if first == 0:
                 columns = x_columns + iteration * (8 * GROUP)
@@ -225,19 +164,7 @@ def int8_decode_row_kernel(
                 if zero_point_ptr is not None:
                     x_sums = tl.dot(_ones(WARPS, dtype), x, x_sums)
             for ahead in tl.static_range(AHEAD):
-                if PTX:
-                    # One instruction for two elements, where a selection takes two for each.
-                    keep = tl.where(own_group == first + ahead, -1, 0).to(tl.int16)
-                    diagonal = tl.inline_asm_elementwise(
-                        "and.b32 $0, $1, $2;",
-                        "=r,r,r",
-                        [x, tl.broadcast_to(keep, x.shape)],
-                        dtype=x.dtype,
-                        is_pure=True,
-                        pack=2,
-                    )
-                else:
-                    diagonal = tl.where(own_group == first + ahead, x, 0.0).to(dtype)
+                diagonal = select(x, own_group == first + ahead, PTX)
                 sums = tl.dot(_codes(words[ahead], dtype, PTX), diagonal, sums)
 
     total = tl.sum(tl.sum(sums, 2), 0)  # [TILES * 16]
@@ -302,9 +229,9 @@ def int8_decode_kernel(
         words = ()
         for ahead in tl.static_range(AHEAD):
             step = iteration * STEPS + ahead
-            loaded = _load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
+            loaded = load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
             words += (loaded,)
-        _keep_loads_above(PTX)
+        keep_loads_above(PTX)
         wait_for_predecessor(DEPENDENT_LAUNCH)
         rows = ()
         for ahead in tl.static_range(X_AHEAD):
@@ -313,7 +240,7 @@ def int8_decode_kernel(
         for this in tl.static_range(STEPS):
             step = iteration * STEPS + this
             if this + AHEAD < STEPS:
-                loaded = _load_words(
+                loaded = load_words(
                     word_ptrs + (step + AHEAD) * GROUP_WORDS,
                     first_groups + step + AHEAD,
                     N_GROUPS,
@@ -323,7 +250,7 @@ def int8_decode_kernel(
             if this + X_AHEAD < STEPS:
                 begin = (step + X_AHEAD) * GROUP
                 rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, COVERED * GROUP != IN_FEATURES),)
-            _keep_loads_above(PTX)
+            keep_loads_above(PTX)
             # row, warp, block, row tile, octet, half, pair, element
             x = tl.permute(tl.reshape(rows[this], [8, WARPS, BLOCKS, ROW_TILES, 4, 2, 2, 2]), (1, 2, 6, 4, 5, 7, 3, 0))
             x = tl.reshape(x, [WARPS, GROUP, BLOCK_M])

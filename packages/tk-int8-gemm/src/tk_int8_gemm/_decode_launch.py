@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tk_kernel_core.gemm import PreparedProduct, unit_of
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.layout import next_power_of_two
 
@@ -46,39 +47,6 @@ class DecodeConfig:
     split: int
     dependent_launch: bool
     most_registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedProduct:
-    """What a launch takes beside tensors.
-
-    The tensors are y ([m, n], contiguous), x, codes, scale, zero_point or None, bias or None, partial, counter, in
-    this order; the last two are None where `n_counters` is 0.
-
-    Attributes:
-        module: Import path of the kernel's module.
-        kernel: Its name.
-        grid: Number of programs along each axis.
-        scalars: The scalar arguments, in order.
-        constexprs: The compile-time arguments, by name, in order.
-        options: Options of Triton's backend.
-        partial_elements: Size of the workspace `partial`: float32, of any content.
-        n_counters: Size of the workspace `counter`: int32, zeros, and left so. Launches that may run at the same
-            time must not share it, nor the other.
-        blocks: The tensors that are read through descriptors, and the shape of the blocks.
-        padded_rows: Rows that x must have once it is arranged; 0 where it is taken as it is.
-    """
-
-    module: str
-    kernel: str
-    grid: tuple[int, int, int]
-    scalars: tuple[int, ...]
-    constexprs: dict[str, Any]
-    options: dict[str, Any]
-    partial_elements: int
-    n_counters: int
-    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    padded_rows: int = 0
 
 
 def decode_config(
@@ -156,6 +124,9 @@ def prepare_decode(
 ) -> PreparedProduct:
     """Return what a launch for a few rows takes beside tensors.
 
+    The tensors are y ([m, n], contiguous), x, codes, scale, zero_point or None, bias or None, partial and counter, in
+    this order.
+
     Args:
         m: Rows of x, 1 to `DECODE_ROWS`.
         n: Output features.
@@ -205,8 +176,3 @@ def prepare_decode(
         partial_elements=n_programs * config.split * block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
     )
-
-
-def unit_of(row_stride: int) -> int:
-    """Return the largest power of two up to 16 that divides a stride."""
-    return (row_stride | 16) & -(row_stride | 16)

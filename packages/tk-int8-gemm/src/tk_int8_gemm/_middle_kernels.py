@@ -2,62 +2,15 @@
 
 The weight is the left operand of the matrix instruction and comes from registers, x the right one from shared
 memory. K is taken in another order than it is stored in, the same for both: block of 32, half of an octet, pair in
-it, octet, element of the pair. In that order a thread's words are its part of the left operand. `arrange_rows_kernel`
-brings x into it, once for all programs that read it.
+it, octet, element of the pair. In that order a thread's words are its part of the left operand. The core's
+`arrange_rows_kernel` brings x into it, once for all programs that read it.
 """
 
 import triton
 import triton.language as tl
 
-from tk_int8_gemm._decode_kernels import (
-    BLOCK_WORDS,
-    BLOCKS,
-    GROUP,
-    GROUP_WORDS,
-    dequantise,
-    finish,
-    wait_for_predecessor,
-)
-
-
-@triton.jit
-def arrange_rows_kernel(
-    arranged_ptr,
-    x_sum_ptr,
-    counter_ptr,
-    x_ptr,
-    stride_x,
-    n_counters,
-    ALIGNMENT: tl.constexpr,
-    IN_FEATURES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
-):
-    """arranged = x in the order above, [n_rows, K] with K padded to whole groups by zeros; a program takes a row.
-
-    x_sum receives the rows' sums, float32, and counter n_counters zeros. Row i of x starts i * stride_x * ALIGNMENT
-    elements into it.
-    """
-    N_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_x * ALIGNMENT
-    arranged_ptr += row * (N_GROUPS * GROUP)
-    columns = tl.arange(0, BLOCK_K)
-    wait_for_predecessor(DEPENDENT_LAUNCH)
-    sums = tl.zeros([BLOCK_K], tl.float32)
-    for start in tl.range(0, N_GROUPS * GROUP, BLOCK_K):
-        x = tl.load(x_ptr + start + columns, mask=start + columns < IN_FEATURES, other=0.0)
-        sums += x.to(tl.float32)
-        # block, octet, half and pair, element
-        arranged = tl.permute(tl.reshape(x, [BLOCK_K // 32, 4, 4, 2]), (0, 2, 1, 3))
-        tl.store(
-            arranged_ptr + start + columns, tl.reshape(arranged, [BLOCK_K]), mask=start + columns < N_GROUPS * GROUP
-        )
-    if x_sum_ptr is not None:
-        tl.store(x_sum_ptr + row, tl.sum(sums, 0))
-    if counter_ptr is not None:
-        for start in tl.range(tl.program_id(0) * BLOCK_K, n_counters, tl.num_programs(0) * BLOCK_K):
-            tl.store(counter_ptr + start + columns, tl.zeros([BLOCK_K], tl.int32), mask=start + columns < n_counters)
+from tk_int8_gemm._decode_kernels import BLOCK_WORDS, BLOCKS, GROUP, GROUP_WORDS, dequantise
+from tk_kernel_core.gemm_kernels import end_chain, finish, wait_for_predecessor
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -126,10 +79,7 @@ def int8_middle_kernel(
         codes = tl.reshape(dequantise(these_words, dtype, PTX), [WARPS, TILES, BLOCKS, 8, 4, 2, 2, 2, 2])
         codes = tl.reshape(tl.permute(codes, (1, 0, 5, 3, 2, 6, 8, 4, 7)), [BLOCK_N, GROUP])
         total = tl.dot(codes, x.T, total)
-        if PTX:
-            # Between one product and the next: Triton 3.6 overwrites operands in registers that such a chain still
-            # reads.
-            total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+        total = end_chain(total, PTX)
 
     rows = first_row + tl.arange(0, BLOCK_M)[None, :]
     row_exists = rows < n_rows

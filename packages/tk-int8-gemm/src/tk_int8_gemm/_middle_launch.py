@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tk_int8_gemm._decode_launch import DECODE_ROWS, PreparedProduct, unit_of
+from tk_int8_gemm._decode_launch import DECODE_ROWS
+from tk_kernel_core.gemm import PreparedProduct
 from tk_kernel_core.interpreter import interpreting
-from tk_kernel_core.layout import next_power_of_two
 
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
@@ -151,38 +151,6 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
         n_counters=n_programs if is_split else 0,
         blocks={"arranged": (config.block_m, _GROUP)} if config.descriptors else {},
         padded_rows=-(-m // config.block_m) * config.block_m,
-    )
-
-
-def prepare_arrangement(m: int, k: int, row_stride: int, n_counters: int, target: Target) -> PreparedProduct:
-    """Return what the launch that arranges x takes beside tensors.
-
-    The tensors are arranged ([m or more rows, k padded to whole groups], of the dtype of x), x_sum or None, counter
-    or None, and x.
-
-    Args:
-        m: Rows of x.
-        k: Input features.
-        row_stride: Elements from one row of x to the next.
-        n_counters: Size of `counter`, which receives zeros.
-        target: The GPU.
-    """
-    unit = unit_of(row_stride)
-    block_k = max(_GROUP, min(next_power_of_two(k), 4096))
-    return PreparedProduct(
-        module=_MODULE,
-        kernel="arrange_rows_kernel",
-        grid=(m, 1, 1),
-        scalars=(row_stride // unit, n_counters),
-        constexprs={
-            "ALIGNMENT": unit,
-            "IN_FEATURES": k,
-            "BLOCK_K": block_k,
-            "DEPENDENT_LAUNCH": target.is_hopper_or_later,
-        },
-        options=_options(target.warps(block_k // 8), target.is_hopper_or_later),
-        partial_elements=0,
-        n_counters=0,
     )
 
 

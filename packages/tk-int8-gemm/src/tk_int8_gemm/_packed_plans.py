@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from tk_int8_gemm._decode_launch import PreparedProduct, prepare_decode
+from tk_int8_gemm._decode_launch import prepare_decode
 from tk_int8_gemm._launch import dequantize_config
-from tk_int8_gemm._middle_launch import MiddleConfig, linear_way, prepare_arrangement, prepare_middle
+from tk_int8_gemm._middle_launch import MiddleConfig, linear_way, prepare_middle
 from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
 from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, row_stride, rows_of
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.gemm import prepare_arrangement
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import next_power_of_two
@@ -82,7 +83,7 @@ def _decode(rows: torch.Tensor, n: int, k: int, has_zero_point: bool) -> Callabl
     (m, _), device, target = rows.shape, rows.device, launch_target(rows.device)
     is_bfloat16 = rows.dtype == torch.bfloat16
     prepared = prepare_decode(m, n, k, row_stride(rows), is_bfloat16, target, has_zero_point=has_zero_point)
-    launch = _launch(prepared, device)
+    launch = PreparedLaunch.of(prepared, device)
     if not prepared.n_counters:
         return launch
     new_partial = allocator((prepared.partial_elements,), torch.float32, device)
@@ -102,8 +103,8 @@ def middle(
     (m, _), device, target = rows.shape, rows.device, launch_target(rows.device)
     prepared = prepare_middle(m, n, k, target, config)
     n_counters = prepared.n_counters
-    arrange = _launch(prepare_arrangement(m, k, row_stride(rows), n_counters, target), device)
-    launch = _launch(prepared, device)
+    arrange = PreparedLaunch.of(prepare_arrangement(m, k, row_stride(rows), n_counters, target), device)
+    launch = PreparedLaunch.of(prepared, device)
     # Whole blocks of rows: loads through a descriptor that reach beyond its tensor take twice as long.
     new_arranged = allocator((prepared.padded_rows, -(-k // GROUP) * GROUP), rows.dtype, device)
     new_x_sum = allocator((m,), torch.float32, device)
@@ -117,18 +118,6 @@ def middle(
         launch(y, arranged, codes, scale, zero_point, bias, partial, counter, x_sum)
 
     return multiply
-
-
-def _launch(prepared: PreparedProduct, device: torch.device) -> PreparedLaunch:
-    return PreparedLaunch(
-        Kernel(prepared.module, prepared.kernel),
-        prepared.grid,
-        prepared.scalars,
-        prepared.constexprs,
-        device,
-        prepared.blocks,
-        **prepared.options,
-    )
 
 
 def _dequantizing(n: int, k: int, dtype: torch.dtype, device: torch.device, reason: str) -> Plan:

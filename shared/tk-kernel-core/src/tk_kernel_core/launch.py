@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from tk_kernel_core.descriptors import launch_by_address, through_descriptors
+from tk_kernel_core.gemm import PreparedProduct
 from tk_kernel_core.interpreter import interpreting, prepare_interpreter
 from tk_kernel_core.targets import Target, target_of
 
@@ -235,6 +236,12 @@ class PreparedLaunch:
         self._options = options
         self._rest = (*scalars, *constexprs.values())
         self._direct: dict[object, tuple[Any, ...]] = {}
+
+    @classmethod
+    def of(cls, prepared: PreparedProduct, device: torch.device) -> PreparedLaunch:
+        """Return the launch that a package's launch module has prepared."""
+        kernel, blocks = Kernel(prepared.module, prepared.kernel), prepared.blocks
+        return cls(kernel, prepared.grid, prepared.scalars, prepared.constexprs, device, blocks, **prepared.options)
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch on the tensors' device and its current stream.

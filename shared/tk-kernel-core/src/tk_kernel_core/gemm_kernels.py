@@ -1,0 +1,156 @@
+"""Device code of products with prepared weights, of which what is special is how a kernel makes numbers of codes.
+
+A step is 128 columns of the weight. A program works on whole tiles of 16 output features, and SPLIT programs of axis 1
+may share the columns of the same results.
+"""
+
+import triton
+import triton.language as tl
+
+STEP = tl.constexpr(128)
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT_LAUNCH: tl.constexpr):
+    """Wait for the kernels before in the stream, and let those behind begin; in a loop only the first call waits."""
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_words(ptrs, steps, N_STEPS: tl.constexpr, SPARE: tl.constexpr):
+    """The words of one step of each warp, [WARPS, ...]. Where SPARE, steps [WARPS] from N_STEPS on do not exist."""
+    # Nothing is read twice: the weight makes room first.
+    if SPARE:
+        exists = steps[:, None, None, None] < N_STEPS
+        return tl.load(ptrs, mask=exists, other=0, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_x(ptrs, columns, IN_FEATURES: tl.constexpr, RAGGED: tl.constexpr):
+    """Activations; where RAGGED, columns from IN_FEATURES on do not exist."""
+    if RAGGED:
+        return tl.load(ptrs, mask=columns < IN_FEATURES, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def keep_loads_above(PTX: tl.constexpr):
+    """Keep ptxas from moving loads down to their first use, which would leave few of them in flight."""
+    if PTX:
+        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def select(x, chosen, PTX: tl.constexpr):
+    """16-bit x where chosen, which broadcasts to it, and 0 elsewhere."""
+    if PTX:
+        # One instruction for two elements, where a selection takes two for each.
+        keep = tl.where(chosen, -1, 0).to(tl.int16)
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;",
+            "=r,r,r",
+            [x, tl.broadcast_to(keep, x.shape)],
+            dtype=x.dtype,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.where(chosen, x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def end_chain(total, PTX: tl.constexpr):
+    """The same total, between one product that adds to it and the next."""
+    # Triton 3.6 overwrites operands in registers that a chain of products still reads.
+    if PTX:
+        return tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return total
+
+
+@triton.jit
+def _store(y_ptrs, total, exists, bias_ptrs, bias_exists):
+    if bias_ptrs is not None:
+        total += tl.load(bias_ptrs, mask=bias_exists, other=0.0).to(tl.float32)
+    tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def finish(
+    y_ptrs, total, places, exists, features, feature_exists, bias_ptr, partial_ptr, counter_ptr, SPLIT: tl.constexpr
+):
+    """Add up what the SPLIT programs of axis 1 found for the same results, add the bias, and store.
+
+    total, places and exists are of one shape: what this program found, where that goes in a partial result, and
+    which of it are results. features and feature_exists broadcast to it.
+    """
+    bias_ptrs = None if bias_ptr is None else bias_ptr + features
+    if SPLIT == 1:
+        _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
+    else:
+        SIZE: tl.constexpr = total.numel
+        program = tl.program_id(0).to(tl.int64)
+        partial_ptrs = partial_ptr + program * (SPLIT * SIZE) + places
+        tl.store(partial_ptrs + tl.program_id(1) * SIZE, total)
+        # Every thread has stored before one of them counts the program as done.
+        tl.debug_barrier()
+        n_done = tl.atomic_add(counter_ptr + program, 1, sem="acq_rel")
+        if n_done == SPLIT - 1:
+            # Whoever comes last adds up in one order, and leaves the counter as it found it.
+            total = tl.zeros_like(total)
+            for split in tl.static_range(SPLIT):
+                # Not from L1, which other programs' stores do not reach.
+                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
+            _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
+            tl.store(counter_ptr + program, 0)
+
+
+@triton.jit
+def arrange_rows_kernel(
+    arranged_ptr,
+    x_sum_ptr,
+    counter_ptr,
+    x_ptr,
+    permutation_ptr,
+    stride_x,
+    n_counters,
+    ALIGNMENT: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """arranged = x in the order of a prepared weight's operand, [n_rows, K] with K padded to whole steps by zeros.
+
+    The order is: block of 32 columns, half of an octet, pair in it, octet, column of the pair. A program takes a row.
+    Column j of the weight is column permutation[j] of x, and 0 where that is -1; without a permutation it is column j.
+    x_sum receives the rows' sums, float32, and counter n_counters zeros. Row i of x starts i * stride_x * ALIGNMENT
+    elements into it.
+    """
+    N_COLUMNS: tl.constexpr = (IN_FEATURES + STEP - 1) // STEP * STEP
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x * ALIGNMENT
+    arranged_ptr += row * N_COLUMNS
+    columns = tl.arange(0, BLOCK_K)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    sums = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.range(0, N_COLUMNS, BLOCK_K):
+        exists = start + columns < IN_FEATURES
+        if permutation_ptr is None:
+            x = tl.load(x_ptr + start + columns, mask=exists, other=0.0)
+        else:
+            sources = tl.load(permutation_ptr + start + columns, mask=exists, other=-1)
+            x = tl.load(x_ptr + sources, mask=sources >= 0, other=0.0)
+        sums += x.to(tl.float32)
+        # block, octet, half and pair, column
+        arranged = tl.permute(tl.reshape(x, [BLOCK_K // 32, 4, 4, 2]), (0, 2, 1, 3))
+        tl.store(arranged_ptr + start + columns, tl.reshape(arranged, [BLOCK_K]), mask=start + columns < N_COLUMNS)
+    if x_sum_ptr is not None:
+        tl.store(x_sum_ptr + row, tl.sum(sums, 0))
+    if counter_ptr is not None:
+        for start in tl.range(tl.program_id(0) * BLOCK_K, n_counters, tl.num_programs(0) * BLOCK_K):
+            tl.store(counter_ptr + start + columns, tl.zeros([BLOCK_K], tl.int32), mask=start + columns < n_counters)
