@@ -1,0 +1,122 @@
+"""Device code for dozens of rows of activations: y = x @ ((codes - zeros) * scales)^T + bias.
+
+The weight is the left operand of the matrix instruction and comes from registers, x the right one from shared
+memory. Columns are taken in another order than they are stored in, the same for both: block of 32, half of an octet,
+pair in it, octet, column of the pair. In that order a thread's words are its part of the left operand.
+The core's `arrange_rows_kernel` brings x into it, once for all programs that read it.
+"""
+
+import triton
+import triton.language as tl
+
+from tk_kernel_core.gemm_kernels import STEP, end_chain, finish, wait_for_predecessor
+from tk_w4a16._weight_kernels import (
+    STEP_WORDS,
+    dequantise,
+    for_words,
+    load_groups,
+    n_groups,
+    row_offsets,
+    row_steps,
+)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def w4a16_middle_kernel(
+    y_ptr,
+    arranged,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    n_rows,
+    n_features,
+    BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    SCALE_WEIGHT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """BLOCK_M rows of x by TILES * WARPS tiles of 16 output features, over a SPLIT-th of the columns.
+
+    Scales multiply the weight, which is then rounded, or the sums of a step, which must be of one group.
+    arranged is a descriptor of blocks [BLOCK_M, STEP], or a pointer. Programs of the same features follow one another,
+    so that they find the weight in L2.
+    """
+    N_STEPS: tl.constexpr = (IN_FEATURES + STEP - 1) // STEP
+    OWN_STEPS: tl.constexpr = (N_STEPS + SPLIT - 1) // SPLIT
+    BLOCK_N: tl.constexpr = 16 * TILES * WARPS
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    n_row_programs = tl.cdiv(n_rows, BLOCK_M)
+    first_row = (tl.program_id(0) % n_row_programs) * BLOCK_M
+    program_n = tl.program_id(0) // n_row_programs
+    first = tl.program_id(1) * OWN_STEPS
+    last = tl.minimum(first + OWN_STEPS, N_STEPS)
+
+    # [WARPS, TILES]; tiles that do not exist repeat the last one.
+    tiles = tl.arange(0, TILES)[None, :] * WARPS + tl.arange(0, WARPS)[:, None]
+    tiles = tl.minimum(program_n * (TILES * WARPS) + tiles, tl.cdiv(n_features, 16) - 1).to(tl.int64)
+    words = tl.arange(0, 2)[None, None, :, None] * 128 + tl.arange(0, 128)[None, None, None, :]
+    row_words = row_steps(IN_FEATURES, GROUP_SIZE) * STEP_WORDS
+    word_ptrs = codes_ptr + tiles[:, :, None, None] * row_words + first * STEP_WORDS + words
+    offsets = row_offsets(tiles, n_groups(IN_FEATURES, GROUP_SIZE))
+    if not DESCRIPTORS:
+        # Rows that do not exist repeat the last one.
+        x_rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), n_rows - 1).to(tl.int64)
+        x_ptrs = arranged + x_rows[:, None] * (N_STEPS * STEP) + first * STEP + tl.arange(0, STEP)[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if zeros_ptr is not None:
+        next_zeros = load_groups(zeros_ptr + offsets, first, GROUP_SIZE, N_STEPS, False)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    for step in tl.range(first, last, num_stages=STAGES):
+        these_words = tl.load(word_ptrs, eviction_policy="evict_first")
+        word_ptrs += STEP_WORDS
+        scales = load_groups(scales_ptr + offsets, step, GROUP_SIZE, N_STEPS, False)
+        zeros = None
+        if zeros_ptr is not None:
+            zeros = for_words(next_zeros.to(tl.int32))
+        if DESCRIPTORS:
+            x = arranged.load([first_row, step * STEP])
+        else:
+            x = tl.load(x_ptrs)
+            x_ptrs += STEP
+        weight = dequantise(these_words, zeros, for_words(scales) if SCALE_WEIGHT else None, dtype, PTX)
+        if zeros_ptr is not None:
+            # Too narrow for a copy that bypasses registers, so they are on their way for a step.
+            next_step = tl.minimum(step + 1, last - 1)
+            next_zeros = load_groups(zeros_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False)
+        # warp, tile, pair of blocks, row, octet, block, half of the rows, column, pair, half of the octet
+        weight = tl.reshape(weight, [WARPS, TILES, 2, 8, 4, 2, 2, 2, 2, 2])
+        weight = tl.reshape(tl.permute(weight, (1, 0, 6, 3, 2, 5, 9, 8, 4, 7)), [BLOCK_N, STEP])
+        if SCALE_WEIGHT:
+            total = end_chain(tl.dot(weight, x.T, total), PTX)
+        else:
+            # tile, warp, half of the rows, row; equal in the columns, four lanes of two registers
+            scales = tl.reshape(tl.permute(scales, (3, 2, 5, 1, 0, 4)).to(tl.float32), [BLOCK_N, 1, 4, 1])
+            scales = tl.reshape(tl.broadcast_to(scales, [BLOCK_N, BLOCK_M // 8, 4, 2]), [BLOCK_N, BLOCK_M])
+            total += tl.dot(weight, x.T) * scales
+
+    rows = first_row + tl.arange(0, BLOCK_M)[None, :]
+    row_exists = rows < n_rows
+    features = program_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    feature_exists = features < n_features
+    finish(
+        y_ptr + rows.to(tl.int64) * n_features + features,
+        total,
+        tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None],
+        row_exists & feature_exists,
+        features,
+        feature_exists,
+        bias_ptr,
+        partial_ptr,
+        counter_ptr,
+        SPLIT,
+    )

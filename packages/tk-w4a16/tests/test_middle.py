@@ -1,0 +1,234 @@
+"""The kernels for dozens of rows, launched directly."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tk_kernel_core.aot import CompiledObject, compile_launch
+from tk_kernel_core.gemm import prepare_arrangement
+from tk_kernel_core.interpreter import interpreting
+from tk_kernel_core.launch import PreparedLaunch
+from tk_kernel_core.numerics import rounding_tolerance
+from tk_kernel_core.resources import inspect
+from tk_kernel_core.targets import COMPILE_TARGETS, Target, target_of
+from tk_testkit.close import assert_close
+from tk_testkit.plugin import kernel_device
+from tk_testkit.strategies import assert_guards_intact, guarded_view
+from tk_w4a16 import PackedInt4Weight
+from tk_w4a16._formats import Int4Weight
+from tk_w4a16._middle_launch import MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
+
+GROUP_SIZES = (32, 64, 128, 256, -1)
+H200 = COMPILE_TARGETS["sm_90"]
+
+runs_kernels = pytest.mark.skipif(
+    kernel_device() == "cpu" and not interpreting(), reason="launches kernels: needs a GPU or TRITON_INTERPRET=1"
+)
+
+
+@dataclasses.dataclass
+class Problem:
+    """A product of random operands, x with NaN around its rows."""
+
+    x: torch.Tensor
+    weight: PackedInt4Weight
+    bias: torch.Tensor | None
+    config: MiddleConfig
+
+    def run(self) -> torch.Tensor:
+        weight, n, device = self.weight, self.weight.out_features, self.x.device
+        (m, k), target = self.x.shape, target_of(device)
+        if weight.permutation is not None:
+            k = 64 * weight.codes.shape[1]
+        prepared = prepare_middle(m, n, k, weight.group_size, target, self.config)
+        arrangement = prepare_arrangement(m, k, self.x.stride(0), prepared.n_counters, target)
+        arranged = guarded_view((m, -(-k // 128) * 128), dtype=self.x.dtype, device=str(device))
+        partial = counter = None
+        if prepared.n_counters:
+            partial = torch.full((prepared.partial_elements,), float("nan"), device=device)
+            counter = torch.full((prepared.n_counters,), -1, dtype=torch.int32, device=device)
+        y = guarded_view((m, n), dtype=self.x.dtype, device=str(device))
+        PreparedLaunch.of(arrangement, device)(arranged, None, counter, self.x, weight.permutation)
+        assert_guards_intact(arranged)
+        launch = PreparedLaunch.of(prepared, device)
+        launch(y, arranged, weight.codes, weight.scales, weight.zeros, self.bias, partial, counter)
+        assert_guards_intact(y)
+        return y
+
+    def check(self) -> None:
+        x, dtype = self.x.double(), self.x.dtype
+        # Scales that multiply the weight make it one of the activations' dtype.
+        weight = self.weight.dequantize(dtype if self.config.scale_weight else torch.float64).double()
+        magnitude = float((x.abs() @ weight.abs().T).nan_to_num(0, 0, 0).max())
+        want = x @ weight.T + (0 if self.bias is None else self.bias.double())
+        assert_close(self.run(), want, rounding_tolerance(dtype, x.shape[1], magnitude=magnitude))
+
+
+def problem(
+    m: int,
+    n: int,
+    k: int,
+    group_size: int,
+    device: str,
+    dtype: torch.dtype = torch.float16,
+    *,
+    more: bool = False,
+    group_index: torch.Tensor | None = None,
+    scales_dtype: torch.dtype | None = None,
+    **changes: int,
+) -> Problem:
+    """`more` are zero points and a bias; `changes` are made to the launch's choice."""
+    generator = torch.Generator().manual_seed(m * 10_000 + n * 100 + k)
+    n_groups = 1 if group_size == -1 else -(-k // group_size)
+    weight = PackedInt4Weight.pack(
+        Int4Weight(
+            torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8),
+            (torch.rand(n, n_groups, generator=generator) / 8 + 1 / 64).to(scales_dtype or dtype),
+            torch.randint(0, 17, (n, n_groups), generator=generator, dtype=torch.uint8) if more else None,
+            group_index,
+            group_size,
+        )
+    )
+    x = guarded_view((m, k), (k + 8, 1), dtype, device=device, seed=1)
+    bias = guarded_view((n,), (1,), dtype, device=device, seed=2) if more else None
+    config = middle_config(m, n, k, group_size, target_of(torch.device(device)))
+    return Problem(x, weight.to(device), bias, dataclasses.replace(config, **changes))
+
+
+@runs_kernels
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype", "more"),
+    [(33, 65, 140, torch.bfloat16, False), (65, 20, 300, torch.float16, True)],
+)
+def test_every_group_size_is_right(
+    m: int, n: int, k: int, dtype: torch.dtype, more: bool, group_size: int, device: str
+) -> None:
+    problem(m, n, k, group_size, device, dtype, more=more).check()
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("group_size", "changes"),
+    [
+        (128, {"descriptors": False, "split": 1, "scale_weight": True}),
+        # 5 steps in parts of 2.
+        (256, {"descriptors": True, "split": 3, "scale_weight": False}),
+        (64, {"descriptors": True, "split": 5, "block_m": 64, "tiles": 2}),
+        (-1, {"descriptors": True, "split": 2, "block_m": 16, "num_warps": 8, "stages": 4, "scale_weight": True}),
+    ],
+)
+def test_every_way_to_share_the_work_gives_the_result(group_size: int, changes: dict[str, int], device: str) -> None:
+    problem(20, 70, 600, group_size, device, more=True, **changes).check()
+
+
+@runs_kernels
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_activations_are_sorted_like_the_columns(group_size: int, device: str) -> None:
+    index = torch.arange(300) * 7 % 300 // group_size
+    case = problem(20, 40, 300, group_size, device, more=True, group_index=index)
+    assert case.weight.permutation is not None
+    case.check()
+
+
+@runs_kernels
+def test_scales_of_another_dtype_multiply_the_weight_in_fp32(device: str) -> None:
+    problem(20, 40, 200, 64, device, torch.bfloat16, scales_dtype=torch.float32).check()
+
+
+@runs_kernels
+def test_infinities_and_nan_stay_in_their_rows(device: str) -> None:
+    case = problem(40, 16, 130, 128, device, more=True)
+    clean = case.run()
+    case.x[0, 3], case.x[39, 129] = float("inf"), float("nan")
+    case.check()
+    spoilt = case.run()
+    assert torch.equal(spoilt[1:39], clean[1:39])
+    assert spoilt[39].isnan().all()
+
+
+def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target) -> list[CompiledObject]:
+    """Compile what is chosen for a product of 11,008 by 4096, with zero points and a permutation."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    prepared = prepare_middle(m, 11_008, 4096, group_size, target)
+    arrangement = prepare_arrangement(m, 4096, 4096, prepared.n_counters, target)
+    words, zeros, x = tensor(1, dtype=torch.int32), tensor(1, dtype=torch.uint8), tensor(m, 4096, dtype=dtype)
+    counter, partial = (words, tensor(1)) if prepared.n_counters else (None, None)
+    meta = torch.device("meta")
+    launches = [
+        PreparedLaunch.of(arrangement, meta).describe(x, None, counter, x, words),
+        PreparedLaunch.of(prepared, meta).describe(x, x, words, x, zeros, x, partial, counter),
+    ]
+    return [compile_launch(launch, target) for launch in launches]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("m", "group_size", "dtype"),
+    [
+        (32, 128, torch.float16),
+        (64, 128, torch.bfloat16),
+        (64, 32, torch.float16),
+        (256, 128, torch.float16),
+        (256, 64, torch.bfloat16),
+    ],
+)
+def test_machine_code_on_an_h200(m: int, group_size: int, dtype: torch.dtype) -> None:
+    arrange, multiply = machine_code(m, group_size, dtype, H200)
+    assert inspect(arrange).spill_bytes == 0
+    resources = inspect(multiply)
+    assert resources.spill_bytes == resources.overwritten_operands == 0
+    assert resources.instructions["wgmma"] > 0
+    assert resources.instructions["tma"] > 0
+    n_programs = 1 if m > 64 else 2
+    assert n_programs * resources.registers * resources.num_warps * H200.warp_size <= 65_536
+    assert n_programs * (resources.shared_bytes + 1024) <= H200.shared_bytes
+
+
+@given(
+    m=st.integers(17, MIDDLE_ROWS),
+    n=st.integers(1, 2**18),
+    k=st.integers(1, 2**18),
+    group_size=st.sampled_from(GROUP_SIZES),
+    target=st.sampled_from(list(COMPILE_TARGETS.values())),
+)
+def test_the_launch_covers_the_product(m: int, n: int, k: int, group_size: int, target: Target) -> None:
+    config = middle_config(m, n, k, group_size, target)
+    n_steps = -(-k // 128)
+    own = -(-n_steps // config.split)
+    # No program has nothing to do.
+    assert own * (config.split - 1) < n_steps <= own * config.split
+    assert 1 <= config.split <= 16
+    # A step of several groups has no scale of its own.
+    assert config.scale_weight or group_size not in (32, 64)
+    assert config.descriptors == config.dependent_launch == (target.name in ("sm_90", "sm_100"))
+    prepared = prepare_middle(m, n, k, group_size, target)
+    n_programs, split, _ = prepared.grid
+    n_row_programs = -(-m // config.block_m)
+    assert n_programs % n_row_programs == 0
+    assert (n_programs // n_row_programs - 1) * config.block_n < n <= n_programs // n_row_programs * config.block_n
+    assert split == config.split
+    assert prepared.n_counters == (n_programs if split > 1 else 0)
+    assert prepared.partial_elements == prepared.n_counters * split * config.block_n * config.block_m
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block_m", "num_warps", "split"),
+    [
+        (32, 11_008, 4096, 32, 4, 3),
+        (64, 11_008, 4096, 64, 8, 3),
+        (64, 4096, 11_008, 64, 8, 8),
+        (64, 28_672, 8192, 64, 8, 1),
+        (256, 11_008, 4096, 128, 8, 2),
+        (256, 28_672, 8192, 128, 8, 2),
+    ],
+)
+def test_choices_on_an_h200(m: int, n: int, k: int, block_m: int, num_warps: int, split: int) -> None:
+    config = middle_config(m, n, k, 128, H200)
+    assert (config.block_m, config.num_warps, config.split) == (block_m, num_warps, split)
