@@ -37,7 +37,7 @@ def ask(test: str, spec: KernelSpec, device: str) -> None:
     tests = SpecTests()
     tests.spec, tests.unseen = spec, ("rows", 3)
     method = getattr(tests, test)
-    given = {"name": "five", "device": device}
+    given = {"name": "five", "run_name": "five", "device": device}
     method(**{argument: given[argument] for argument in inspect.signature(method).parameters})
 
 
