@@ -76,12 +76,13 @@ class Problem:
             assert not self.counter.any()
         return y
 
-    def check(self) -> None:
-        x = self.x.double()
+    def check(self) -> torch.Tensor:
+        x, got = self.x.double(), self.run()
         want = w4a16_linear_torch(x, self.weight, self.bias)
         largest = self.weight.dequantize(torch.float64).abs()
         magnitude = float((x.abs() @ largest.T).nan_to_num(0, 0, 0).max())
-        assert_close(self.run(), want, rounding_tolerance(self.x.dtype, x.shape[1], magnitude=magnitude))
+        assert_close(got, want, rounding_tolerance(self.x.dtype, x.shape[1], magnitude=magnitude))
+        return got
 
 
 def problem(
@@ -110,26 +111,24 @@ def problem(
 
 @runs_kernels
 @pytest.mark.parametrize("m", [1, 3, 16])
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize(
-    ("n", "k", "zeros", "dtype"), [(17, 300, True, torch.float16), (15, 130, False, torch.bfloat16)]
+    ("group_size", "zeros"),
+    [(32, True), (32, False), (64, True), (64, False), (128, True), (256, False), (-1, True)],
 )
-def test_every_group_size_is_right(
-    n: int, k: int, zeros: bool, dtype: torch.dtype, group_size: int, m: int, device: str
-) -> None:
-    problem(m, n, k, device, group_size, dtype, zeros=zeros, bias=zeros).check()
+def test_every_group_size_is_right(group_size: int, zeros: bool, m: int, device: str) -> None:
+    dtype = torch.float16 if zeros else torch.bfloat16
+    problem(m, 15, 300, device, group_size, dtype, zeros=zeros, bias=zeros).check()
 
 
 @runs_kernels
 @pytest.mark.parametrize("m", [1, 2, 9])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 127), (16, 128)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 129)])
 def test_any_size_is_right(m: int, n: int, k: int, device: str) -> None:
     problem(m, n, k, device, 32, zeros=True).check()
 
 
 @runs_kernels
-@pytest.mark.parametrize("m", [1, 12])
-@pytest.mark.parametrize(("gap", "offset"), [(0, 1), (1, 0), (3, 5)])
+@pytest.mark.parametrize(("m", "gap", "offset"), [(1, 0, 1), (12, 0, 1), (12, 1, 0), (12, 3, 5)])
 def test_rows_of_x_may_start_anywhere(m: int, gap: int, offset: int, device: str) -> None:
     problem(m, 16, 136, device, gap=gap, offset=offset).check()
 
@@ -152,32 +151,19 @@ def test_every_way_to_share_the_work_gives_the_result_in_every_run(
         shares = changes["num_warps"] * changes["split"] * changes["iterations"]
         changes = {**changes, "steps": -(-9 // shares), "ahead": 2}
     case = problem(m, 16, 1100, device, group_size, zeros=True, bias=True, **changes)
-    case.check()
+    got = case.check()
     if changes["split"] > 1:
         # The counters are those of the first run.
-        assert torch.equal(case.run(), case.run())
-
-
-@runs_kernels
-@pytest.mark.parametrize("m", [1, 2])
-def test_sorted_columns_take_sorted_activations(m: int, device: str) -> None:
-    index = torch.arange(200) * 7 % 200 // 70
-    weight = random_weight(20, 200, 64, torch.float16, True, index)
-    assert weight.permutation is not None
-    case = problem(m, 20, 200, device)
-    gathered = case.x[:, weight.permutation.clamp(min=0)] * (weight.permutation >= 0)
-    got = Problem(gathered, weight.to(device), None).run()
-    want = w4a16_linear_torch(case.x.double(), weight)
-    assert_close(got, want, rounding_tolerance(torch.float16, 200, magnitude=float(want.abs().max()) * 20))
+        assert torch.equal(case.run(), got)
 
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_less_every_zero_point_is_exact(dtype: torch.dtype, device: str) -> None:
-    # A row for each zero point, a column for each code.
-    codes = torch.arange(16, dtype=torch.uint8).expand(17, 16)
-    zeros = torch.arange(17, dtype=torch.uint8)[:, None]
-    weight = PackedInt4Weight.pack(Int4Weight(codes, torch.ones(17, 1, dtype=dtype), zeros, None, -1)).to(device)
+    # A row for each zero point but 8, which a weight without any has; a column for each code.
+    codes = torch.arange(16, dtype=torch.uint8).expand(16, 16)
+    zeros = torch.tensor([*range(8), *range(9, 17)], dtype=torch.uint8)[:, None]
+    weight = PackedInt4Weight.pack(Int4Weight(codes, torch.ones(16, 1, dtype=dtype), zeros, None, -1)).to(device)
     x = torch.eye(16, dtype=dtype, device=device)
     want = codes.T.to(torch.int16) - zeros.T.to(torch.int16)
     assert torch.equal(Problem(x, weight, None).run().cpu(), want.to(dtype))
@@ -191,8 +177,7 @@ def test_infinities_and_nan_stay_in_their_rows(m: int, device: str) -> None:
     clean = case.run()
     case.x[0, 3] = float("inf")
     case.x[m - 1, 129] = float("nan")
-    case.check()
-    spoilt = case.run()
+    spoilt = case.check()
     assert torch.equal(spoilt[1 : m - 1], clean[1 : m - 1])
     assert spoilt[m - 1].isnan().all()
 

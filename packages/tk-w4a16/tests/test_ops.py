@@ -17,7 +17,6 @@ from tk_w4a16 import (
     PackedInt4Weight,
     _launch,
     _ops,
-    _plans,
     dequantize_int4,
     pack_int4,
     quantize_weight_int4_grouped,
@@ -86,7 +85,7 @@ def test_values_of_the_plain_layout(dtype: torch.dtype, m: int, n: int, k: int, 
     ("m", "n", "k", "group_size", "dtype"),
     [
         (0, 5, 16, 32, torch.float16),
-        (1, 33, 136, 64, torch.bfloat16),
+        (1, 15, 136, 64, torch.bfloat16),
         (3, 70, 264, 256, torch.float16),
         (18, 33, 128, -1, torch.bfloat16),
         (3, 33, 72, 32, torch.float32),
@@ -100,27 +99,29 @@ def test_values_of_prepared_weights(m: int, n: int, k: int, group_size: int, dty
     check(arguments, w4a16_linear(arguments["x"], PackedInt4Weight.from_int4(**weight), bias), bias)
 
 
-@pytest.mark.parametrize("m", [1, 3, 20, 260])
-def test_act_order_is_followed_at_every_number_of_rows(m: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("m", "dtype"), [(1, torch.float16), (3, torch.float16), (17, torch.float16), (3, torch.float32)]
+)
+def test_act_order_is_followed_by_every_kernel(m: int, dtype: torch.dtype, device: str) -> None:
     # In uneven groups, which leave padding between columns.
     features = 200
     generator = torch.Generator().manual_seed(m)
     index = torch.randint(0, 4, (features,), generator=generator)
     weight = PackedInt4Weight.from_gptq(
-        torch.randint(-(2**31), 2**31, (features // 8, 40), generator=generator).to(device, torch.int32),
-        torch.randint(-(2**31), 2**31, (4, 5), generator=generator).to(device, torch.int32),
-        torch.rand(4, 40, generator=generator).to(device, torch.float16) / 32,
+        torch.randint(-(2**31), 2**31, (features // 8, 16), generator=generator).to(device, torch.int32),
+        torch.randint(-(2**31), 2**31, (4, 2), generator=generator).to(device, torch.int32),
+        torch.rand(4, 16, generator=generator).to(device, torch.float16) / 32,
         index.to(device),
         group_size=64,
     )
     assert weight.permutation is not None
-    x = torch.randn(m, features, generator=generator).to(device, torch.float16)
-    dense = weight.dequantize()
+    x = torch.randn(m, features, generator=generator).to(device, dtype)
+    dense = weight.dequantize(dtype)
     want = x.double() @ dense.double().T
     terms = float((x.double().abs() @ dense.double().abs().T).max())
-    tolerance = rounding_tolerance(torch.float16, features, magnitude=terms)
-    rounding = 2 * torch.finfo(torch.float16).eps * terms / features**0.5
-    assert_close(w4a16_linear(x, weight), want.half(), Tolerance(tolerance.absolute + rounding, tolerance.relative))
+    tolerance = rounding_tolerance(dtype, features, magnitude=terms)
+    rounding = 2 * torch.finfo(dtype).eps * terms / features**0.5
+    assert_close(w4a16_linear(x, weight), want.to(dtype), Tolerance(tolerance.absolute + rounding, tolerance.relative))
 
 
 @each_product
@@ -205,8 +206,8 @@ def test_rows_of_what_is_not_finite_keep_to_themselves(device: str) -> None:
 def test_many_rows_by_weights_dequantised_in_parts(
     name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launch, "WORKSPACE_BYTES", 64 * 136 * dtype.itemsize)
-    arguments = operands(401, 150, 136, device, dtype)
+    monkeypatch.setattr(_launch, "WORKSPACE_BYTES", 64 * 72 * dtype.itemsize)
+    arguments = operands(401, 70, 72, device, dtype)
     check(arguments, call(name, arguments))
 
 
@@ -230,12 +231,6 @@ def test_nothing_in_gives_nothing_or_zeros(device: str) -> None:
         assert torch.equal(
             w4a16_gemm(torch.empty(m, 0, device=device), packed, scales, None), torch.zeros(m, n, device=device)
         )
-
-
-def test_rows_further_apart_than_the_kernels_reach(device: str) -> None:
-    memory = torch.zeros(2**24 + 32, dtype=torch.float16, device=device)
-    far = memory.as_strided((2, 16), (2**24, 1))
-    assert _plans.rows_of(far).stride(0) == 16
 
 
 BAD_X = [
@@ -373,15 +368,6 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(operators.w4a16_gemm.default, tuple(arguments.values()))
     rest = weight.codes, weight.scales, weight.zeros, weight.permutation, bias, weight.group_size, 12, 40
     torch.library.opcheck(operators.w4a16_linear.default, (x, *rest))
-
-
-@each_product
-def test_the_same_bits_in_every_run(name: str, device: str) -> None:
-    for m in (1, 8, 40) if device == "cuda" else (8,):
-        arguments = operands(m, 64, 256, device)
-        first = call(name, arguments)
-        for _ in range(50 if device == "cuda" else 2):
-            assert torch.equal(call(name, arguments), first)
 
 
 @each_product

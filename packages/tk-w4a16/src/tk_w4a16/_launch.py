@@ -11,9 +11,6 @@ from tk_w4a16._middle_launch import MIDDLE_ROWS
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
-LONGEST_ROW = 2**24 - 1
-"""Elements between the starts of two rows of activations that the kernels reach."""
-
 WORKSPACE_BYTES = 128 * 2**20
 """Most memory that dequantised weights take at a time, unless the smallest part is larger."""
 

@@ -14,12 +14,11 @@ import torch
 
 from tk_kernel_core.checks import check_choice, check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
-from tk_kernel_core.gemm import prepare_arrangement
+from tk_kernel_core.gemm import prepare_arrangement, unit_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 from tk_w4a16._decode_launch import prepare_decode, prepare_dequantize
 from tk_w4a16._launch import (
     GATHER_BLOCK,
-    LONGEST_ROW,
     gemm_way,
     linear_way,
     parts_of,
@@ -254,7 +253,7 @@ def _tiled(x: Any, n: int, n_groups: int, group_size: int) -> Plan:
     rows = rows_of(x)
     (m, k), stride = rows.shape, row_stride(rows)
     config = plain_config(m, n, n_groups, group_size, launch_target(x.device))
-    unit = math.gcd(16, stride)
+    unit = unit_of(stride)
     launch = PreparedLaunch(
         _PLAIN,
         (-(-m // config.block_m) * -(-n // config.block_n), 1, 1),
@@ -337,11 +336,10 @@ def _planned(form: tuple[Hashable, ...], tensors: tuple[Any, ...], make: Callabl
 
 
 def rows_of(x: Any) -> Any:
-    """Bring a tensor to [M, K] with neighbouring elements in each row, and rows that the kernels reach."""
+    """Bring a tensor to [M, K] with neighbouring elements in each row."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-    is_reached = (x.stride(1) == 1 or x.shape[1] == 1) and row_stride(x) <= LONGEST_ROW
-    return x if is_reached else x.contiguous()
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def row_stride(rows: torch.Tensor) -> int:

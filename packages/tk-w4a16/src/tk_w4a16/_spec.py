@@ -22,13 +22,13 @@ _SHAPES = {
     "llama3-70b": (28_672, 8192, "Llama-3-70B up_proj"),
     "llama2-7b-down": (4096, 11_008, "Llama-2-7B down_proj"),
 }
-# Rows, and the highest ratio to cuBLAS for each of the shapes.
-_HEADLINES: dict[str, tuple[int, tuple[float, float, float]]] = {
-    "decode": (1, (0.34, 0.29, 0.33)),
-    "decode-16": (16, (0.48, 0.40, 0.52)),
-    "decode-64": (64, (0.70, 0.56, 0.64)),
-    "chunk-256": (256, (1.25, 1.00, 1.08)),
-    "prefill": (2048, (1.12, 1.08, 1.10)),
+# Rows, tags, and the highest ratio to cuBLAS for each of the shapes.
+_HEADLINES: dict[str, tuple[int, list[str], tuple[float, float, float]]] = {
+    "decode": (1, ["decode"], (0.34, 0.29, 0.33)),
+    "decode-16": (16, ["decode"], (0.48, 0.40, 0.52)),
+    "decode-64": (64, ["decode"], (0.70, 0.56, 0.64)),
+    "chunk-256": (256, [], (1.25, 1.00, 1.08)),
+    "prefill": (2048, ["prefill"], (1.12, 1.08, 1.10)),
 }
 
 
@@ -50,14 +50,9 @@ def _case(name: str, m: int, n: int, k: int, source: str, *tags: str, **params: 
 _UP, _DOWN = _SHAPES["llama2-7b"], _SHAPES["llama2-7b-down"]
 _CASES = (
     *(
-        _case(
-            f"{model}-{name}",
-            m,
-            *shape,
-            *(["decode", "headline"] if name.startswith("decode") else ["headline"]),
-        )
-        for model, shape in _SHAPES.items()
-        for name, (m, _) in _HEADLINES.items()
+        _case(f"{model}-{name}", m, n, k, f"{source}, {m} tokens", *tags, "headline")
+        for model, (n, k, source) in _SHAPES.items()
+        for name, (m, tags, _) in _HEADLINES.items()
     ),
     _case(
         "qwen2-7b-gptq-decode",
@@ -94,7 +89,14 @@ _CASES = (
     _case("llama2-7b-channel-16", 16, *_UP[:2], f"{_UP[2]}, a scale for each channel", group_size=-1, symmetric=True),
     _case("odd-sizes", 5, 129, 127, "no whole tile, octet or group", "smoke", group_size=64),
     _case("llama2-7b-plain-decode", 16, *_UP[:2], f"{_UP[2]} in the plain layout, 16 tokens", form="w4a16_gemm"),
-    _case("llama2-7b-plain-prefill", 512, *_UP[:2], f"{_UP[2]} in the plain layout, 512 tokens", form="w4a16_gemm"),
+    _case(
+        "llama2-7b-plain-prefill",
+        512,
+        *_UP[:2],
+        f"{_UP[2]} in the plain layout, 512 tokens",
+        "prefill",
+        form="w4a16_gemm",
+    ),
     _case("plain-group-16", 40, 136, 120, "groups smaller than any step", "smoke", form="w4a16_gemm", group_size=16),
 )
 
@@ -201,7 +203,7 @@ SPEC = KernelSpec(
     baselines={"cublas": _by_cublas},
     bars={
         f"{model}-{name}": {"cublas": bar}
-        for name, (_, bars) in _HEADLINES.items()
+        for name, (*_, bars) in _HEADLINES.items()
         for model, bar in zip(_SHAPES, bars, strict=True)
     },
 )
