@@ -29,6 +29,16 @@ def test_kernels_and_reason(arguments: Any, reason: str, kernels: list[str]) -> 
         assert line.startswith(f"  {kernel}")
 
 
+def test_act_order_takes_a_kernel_more_where_no_other_arranges_the_activations() -> None:
+    for m, kernels in (
+        (1, ["gather_columns_kernel: 4 programs", "w4a16_decode_row_kernel: "]),
+        (64, ["arrange_rows_kernel: 64 ", "w4a16_middle_kernel: "]),
+        (300, ["gather_columns_kernel: 300 x 4 programs", "dequantize_packed_kernel: "]),
+    ):
+        _, *lines = explain("w4a16_linear", m, 11_008, 4096, act_order=True, target="sm_90").split("\n")
+        assert all(line.startswith(f"  {kernel}") for line, kernel in zip(lines, kernels, strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -36,6 +46,7 @@ def test_kernels_and_reason(arguments: Any, reason: str, kernels: list[str]) -> 
         ({"m": 0}, ValueError, "m must be at least 1, got 0"),
         ({"n": 2.0}, TypeError, "n must be an integer, got float"),
         ({"function": "w4a16_gemm", "k": 12}, ValueError, "k must be a multiple of 8 in the plain layout, got 12"),
+        ({"function": "w4a16_gemm", "act_order": True}, ValueError, "act_order must be False in the plain layout"),
         ({"k": 400, "group_size": 48}, ValueError, "group_size must be one of 32, 64, 128, 256, -1, got 48"),
         ({"dtype": torch.float64}, ValueError, "dtype must be one of torch.float16, torch.bfloat16, torch.float32"),
         ({"target": "sm_75"}, ValueError, "target must be one of 'sm_80', .* got 'sm_75'"),

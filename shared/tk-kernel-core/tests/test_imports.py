@@ -16,6 +16,7 @@ USED_BY_PACKAGES = (
     "checks",
     "registration",
     "layout",
+    "explain",
     "gemm",
     "reduction",
     "modules",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,10 @@ from tk_int8_gemm._launch import int8_gemm_config, w8a8_config
 from tk_int8_gemm._middle_launch import linear_way
 from tk_int8_gemm._ops import int8_gemm, int8_linear, w8a8_gemm
 from tk_int8_gemm._packing import PackedInt8Weight
-from tk_kernel_core.checks import check_choice
-from tk_kernel_core.launch import KernelLaunch, planning
-from tk_kernel_core.targets import COMPILE_TARGETS, Target, target_of
+from tk_kernel_core.explain import check_product, explain_launches, target_named
+from tk_kernel_core.launch import planning
+from tk_kernel_core.targets import Target
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     function.__name__: function for function in (int8_gemm, int8_linear, w8a8_gemm)
 }
@@ -44,28 +42,11 @@ def explain(
         ValueError: An argument lies outside its range, or there is no GPU and no `target`.
         ModuleNotFoundError: triton is not installed.
     """
-    check_choice("function", function, _FUNCTIONS)
-    check_choice("dtype", dtype, _DTYPES)
-    for name, size in (("m", m), ("n", n), ("k", k)):
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    gpu = _target(target)
+    check_product(_FUNCTIONS, function, m, n, k, dtype)
+    gpu = target_named(target)
     with planning(gpu) as launches:
         _FUNCTIONS[function](torch.empty(m, k, dtype=dtype, device="meta"), *_weight(function, n, k))
-    title = f"{function}, {m} x {n} x {k}, {str(dtype).removeprefix('torch.')}, {gpu.name}: "
-    lines = [(line, len(list(equal))) for line, equal in itertools.groupby(map(_line, launches))]
-    times = (f"  {line}" if n_equal == 1 else f"  {n_equal} times {line}" for line, n_equal in lines)
-    return "\n".join([title + _reason(function, m, n, k, dtype, gpu), *times])
-
-
-def _target(name: str | None) -> Target:
-    if name is not None:
-        return COMPILE_TARGETS[check_choice("target", name, COMPILE_TARGETS)]
-    if not torch.cuda.is_available():
-        raise ValueError(f"target must be given where there is no GPU: one of {', '.join(COMPILE_TARGETS)}, got None")
-    return target_of(torch.device("cuda", torch.cuda.current_device()))
+    return explain_launches(function, m, n, k, dtype, gpu, _reason(function, m, n, k, dtype, gpu), launches)
 
 
 def _weight(function: str, n: int, k: int) -> tuple[Any, ...]:
@@ -81,10 +62,3 @@ def _reason(function: str, m: int, n: int, k: int, dtype: torch.dtype, target: T
     if function == "int8_gemm":
         return int8_gemm_config(m, n, k, alignment, name, target).reason
     return w8a8_config(m, n, k, alignment, target).reason
-
-
-def _line(launch: KernelLaunch) -> str:
-    names = ("BLOCK", "TILES", "GROUPS", "STAGES", "SPLIT", "SWAPPED", "DESCRIPTORS")
-    tile = ", ".join(f"{name}={value}" for name, value in launch.arguments if name.startswith(names))
-    programs = " x ".join(str(size) for size in launch.grid if size > 1) or "1"
-    return f"{launch.kernel}: {programs} programs of {dict(launch.options)['num_warps']} warps, {tile}"
