@@ -110,7 +110,7 @@ def problem(
 
 
 @runs_kernels
-@pytest.mark.parametrize("m", [1, 3, 16])
+@pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize(
     ("group_size", "zeros"),
     [(32, True), (32, False), (64, True), (64, False), (128, True), (256, False), (-1, True)],
@@ -147,10 +147,12 @@ def test_rows_of_x_may_start_anywhere(m: int, gap: int, offset: int, device: str
 def test_every_way_to_share_the_work_gives_the_result_in_every_run(
     m: int, group_size: int, changes: dict[str, int], device: str
 ) -> None:
+    # Of a single row a warp takes 8 steps at least, so that two turns need more than 1024 columns.
+    k = 1100
     if m > 1:
-        shares = changes["num_warps"] * changes["split"] * changes["iterations"]
-        changes = {**changes, "steps": -(-9 // shares), "ahead": 2}
-    case = problem(m, 16, 1100, device, group_size, zeros=True, bias=True, **changes)
+        k, shares = 540, changes["num_warps"] * changes["split"] * changes["iterations"]
+        changes = {**changes, "steps": -(-5 // shares), "ahead": 1}
+    case = problem(m, 16, k, device, group_size, zeros=True, bias=True, **changes)
     got = case.check()
     if changes["split"] > 1:
         # The counters are those of the first run.
@@ -174,7 +176,8 @@ def test_every_code_less_every_zero_point_is_exact(dtype: torch.dtype, device: s
 @pytest.mark.parametrize("m", [1, 9])
 def test_infinities_and_nan_stay_in_their_rows(m: int, device: str) -> None:
     case = problem(m, 16, 130, device, 32, zeros=True)
-    clean = case.run()
+    # A single row has no others that it could spoil.
+    clean = case.run() if m > 1 else torch.empty(1, 16, dtype=torch.float16, device=device)
     case.x[0, 3] = float("inf")
     case.x[m - 1, 129] = float("nan")
     spoilt = case.check()

@@ -64,16 +64,18 @@ def check(arguments: dict[str, Any], got: Tensor, bias: Tensor | None = None) ->
     assert_close(got, want.to(got.dtype), Tolerance(rounded.absolute + summed + weight_error, rounded.relative))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("m", "n", "k", "group_size"),
-    [(1, 40, 136, 64), (3, 70, 72, -1), (17, 33, 48, 24), (2, 9, 40, 3)],
+    ("m", "n", "k", "group_size", "dtype"),
+    [
+        (1, 40, 136, 64, torch.float16),
+        (3, 70, 72, -1, torch.bfloat16),
+        (17, 33, 48, 24, torch.float16),
+        (2, 9, 40, 3, torch.float32),
+    ],
 )
-def test_values_of_the_plain_layout(dtype: torch.dtype, m: int, n: int, k: int, group_size: int, device: str) -> None:
+def test_values_of_the_plain_layout(m: int, n: int, k: int, group_size: int, dtype: torch.dtype, device: str) -> None:
     arguments = operands(m, n, k, device, dtype, group_size)
     check(arguments, w4a16_gemm(**arguments))
-    if dtype == torch.bfloat16:
-        return
     # Without zero points they are 8; with fractions they are what they are.
     no_zeros = {**arguments, "zeros": None}
     check(no_zeros, w4a16_gemm(**no_zeros))
@@ -178,7 +180,7 @@ def test_scales_may_have_another_dtype(name: str, x_dtype: torch.dtype, scale_dt
     ],
 )
 def test_activations_of_any_rank_and_strides(name: str, view: Callable[[Tensor], Tensor], device: str) -> None:
-    arguments = operands(12, 24, 48, device)
+    arguments = operands(12, 16, 48, device)
     arguments["x"] = view(arguments["x"])
     check(arguments, call(name, arguments))
 
@@ -212,15 +214,14 @@ def test_many_rows_by_weights_dequantised_in_parts(
 
 
 @each_product
-@pytest.mark.parametrize("m", [3, 401])
-def test_autocast_changes_nothing(name: str, m: int, device: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        arguments = operands(m, 24, 48, device, dtype)
-        want = call(name, arguments)
-        with torch.autocast(device, torch.bfloat16):
-            got = call(name, arguments)
-        assert got.dtype == dtype
-        assert torch.equal(got, want)
+@pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (3, torch.float32), (401, torch.bfloat16)])
+def test_autocast_changes_nothing(name: str, m: int, dtype: torch.dtype, device: str) -> None:
+    arguments = operands(m, 16, 48, device, dtype)
+    want = call(name, arguments)
+    with torch.autocast(device, torch.bfloat16):
+        got = call(name, arguments)
+    assert got.dtype == dtype
+    assert torch.equal(got, want)
 
 
 def test_nothing_in_gives_nothing_or_zeros(device: str) -> None:
@@ -370,6 +371,7 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(operators.w4a16_linear.default, (x, *rest))
 
 
+@of_registration
 @each_product
 def test_calls_are_told_apart_and_known_again(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: list[Any] = []

@@ -175,7 +175,7 @@ def tolerance(case: Case) -> Tolerance:
 def shrink(case: Case) -> Case:
     """Cut to a few tiles in all directions, none of them whole; K stays whole octets, as the plain layout has it."""
     params: dict[str, Any] = dict(case.params)
-    smaller = {"m": min(params["m"], 20), "n": min(params["n"], 72), "k": min(params["k"], 296)}
+    smaller = {"m": min(params["m"], 20), "n": min(params["n"], 40), "k": min(params["k"], 296)}
     return dataclasses.replace(case, params={**params, **smaller})
 
 
