@@ -128,7 +128,11 @@ def make_inputs(case: Case, device: str, seed: int) -> Inputs:
     index = None
     if params["act_order"]:
         index = torch.randperm(k, generator=generator, device=device) // params["group_size"]
-    weight = PackedInt4Weight.pack(Int4Weight(codes, scales, zeros, index, group_size))
+    if device == "meta":
+        # The same shapes, without packing nothing piece by piece.
+        weight = blank_weight(k, n, group_size, params["symmetric"], params["act_order"], dtype, device)
+    else:
+        weight = PackedInt4Weight.pack(Int4Weight(codes, scales, zeros, index, group_size))
     tensors = {name: getattr(weight, name) for name in ("codes", "scales", "zeros", "permutation")}
     return {**inputs, **tensors, "weight": weight}
 
