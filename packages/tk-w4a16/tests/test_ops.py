@@ -27,7 +27,8 @@ from tk_w4a16 import (
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 each_product = pytest.mark.parametrize("name", ["w4a16_linear", "w4a16_gemm"])
-of_registration = pytest.mark.skipif(interpreting(), reason="it is of no kernel, and the interpreter is slow")
+# Of no kernel: run beside what compiles, in a process that the interpreter does not slow down.
+without_interpreter = pytest.mark.compiler
 
 
 def operands(
@@ -342,7 +343,7 @@ def test_gradients_of_the_bias_and_none_of_the_weight(device: str) -> None:
             w4a16_gemm(**{**arguments, name: values}).sum().backward()
 
 
-@of_registration
+@without_interpreter
 @each_product
 def test_compiled_without_graph_breaks(name: str, device: str) -> None:
     torch._dynamo.reset()
@@ -358,7 +359,7 @@ def test_compiled_without_graph_breaks(name: str, device: str) -> None:
         assert torch.equal(compiled(x), layer(x))
 
 
-@of_registration
+@without_interpreter
 def test_opcheck(device: str) -> None:
     arguments = operands(4, 12, 40, device, torch.float32)
     x, bias = arguments["x"].requires_grad_(), torch.randn(12, device=device, requires_grad=True)
@@ -372,7 +373,7 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(operators.w4a16_linear.default, (x, *rest))
 
 
-@of_registration
+@without_interpreter
 @each_product
 def test_calls_are_told_apart_and_known_again(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: list[Any] = []
