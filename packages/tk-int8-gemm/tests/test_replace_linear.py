@@ -35,6 +35,11 @@ def with_nan(layer: torch.nn.Linear) -> torch.nn.Linear:
     return layer
 
 
+def with_sparse_weight(layer: torch.nn.Linear) -> torch.nn.Linear:
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to_sparse())
+    return layer
+
+
 class LowRankLinear(torch.nn.Linear):
     """A layer with a weight of another name."""
 
@@ -54,7 +59,10 @@ REFUSED = {
     "module must not override _save_to_state_dict, .* LazyLinear does": lambda: torch.nn.LazyLinear(4),
     "linear must have no parameters but weight and bias, LowRankLinear has": lambda: LowRankLinear(4, 4),
     "linear must have no .*, ParametrizedLinear has": lambda: parametrized(torch.nn.Linear(4, 4)),
-    "linear must have a weight of .* bits, Linear has": lambda: torch.nn.Linear(4, 4).to(torch.float8_e4m3fn),
+    "linear.weight must have dtype": lambda: torch.nn.Linear(4, 4).to(torch.float8_e4m3fn),
+    "linear.weight must be a dense .strided. tensor, got layout torch.sparse_coo": lambda: with_sparse_weight(
+        torch.nn.Linear(4, 4)
+    ),
     "weight must be finite": lambda: with_nan(torch.nn.Linear(4, 4)),
     "in_features must be at least 1, got 0": lambda: without_inputs(),
 }
@@ -70,6 +78,19 @@ def test_what_would_be_lost_is_refused(message: str) -> None:
     with pytest.warns(UserWarning, match=f"^0 was not replaced: {message}"):
         assert replace_linear(model) == ["1"]
     assert model[0] is stays
+
+
+def test_a_layer_with_a_bias_that_no_activation_has_stays() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 4).half(), torch.nn.Linear(4, 4).half()])
+    model[0].bias = torch.nn.Parameter(model[0].bias.double())
+    message = "^0 was not replaced: linear.bias must have dtype float16, bfloat16 or float32, got float64$"
+    with pytest.warns(UserWarning, match=message):
+        assert replace_linear(model) == ["1"]
+
+
+def test_names_to_skip_may_come_from_an_iterator() -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("a", "b", "c")})
+    assert replace_linear(model, skip=(name for name in ("a", "c"))) == ["b"]
 
 
 class Tied(torch.nn.Module):

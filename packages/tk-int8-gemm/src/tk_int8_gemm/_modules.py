@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tk_int8_gemm._ops import int8_linear, w8a8_gemm
 from tk_int8_gemm._packing import PackedInt8Weight
@@ -23,7 +20,7 @@ from tk_int8_gemm._quantize import (
     quantize_weight_per_channel_asymmetric,
 )
 from tk_kernel_core.checks import check_choice, check_shape, check_tensor
-from tk_kernel_core.modules import check_replaceable, replace_modules
+from tk_kernel_core.modules import check_linear, replace_linears
 
 Scheme = Literal["symmetric", "asymmetric"]
 Activations = Literal["16-bit", "int8"]
@@ -102,18 +99,7 @@ class _FrozenLinear(torch.nn.Module):
 
     @classmethod
     def _from_linear(cls: type[_ModuleT], linear: torch.nn.Linear, **options: Any) -> _ModuleT:
-        if not isinstance(linear, torch.nn.Linear):
-            raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
-        kind = type(linear).__name__
-        if type(linear).forward is not torch.nn.Linear.forward:
-            raise ValueError(f"linear must have the forward of torch.nn.Linear, {kind} has one of its own")
-        if isinstance(linear, NonDynamicallyQuantizableLinear):
-            raise ValueError(f"linear must be called, not read by the module around it, as {kind} is")
-        check_replaceable(linear)
-        if lost := [name for name, _ in linear.named_parameters() if name not in ("weight", "bias")]:
-            raise ValueError(f"linear must have no parameters but weight and bias, {kind} has {lost}")
-        if linear.weight.dtype not in FLOATS:
-            raise ValueError(f"linear must have a weight of 16, 32 or 64 bits, {kind} has {linear.weight.dtype}")
+        check_linear(linear, FLOATS)
         out_features, in_features = linear.weight.shape
         # On the meta device, so that nothing is made that would be replaced at once.
         module = cls(in_features, out_features, device="meta", **options)
@@ -245,10 +231,13 @@ class Int8Linear(_FrozenLinear):
 
         Raises:
             TypeError: It is no torch.nn.Linear.
-            ValueError: Its weight cannot be quantised, or it has something that would be lost: a forward of its
-                own, hooks, further parameters or buffers.
+            ValueError: Its weight cannot be quantised, its bias is float64, or it has something that would be lost:
+                a forward of its own, hooks, further parameters or buffers.
         """
-        return cls._from_linear(linear, scheme=scheme, activations=activations)
+        module = cls._from_linear(linear, scheme=scheme, activations=activations)
+        if linear.bias is not None and linear.bias.dtype == torch.float64:
+            raise ValueError("linear.bias must have dtype float16, bfloat16 or float32, got float64")
+        return module
 
     def _in_held_order(self, codes: torch.Tensor) -> torch.Tensor:
         if self.activations == "int8":
@@ -370,24 +359,8 @@ def replace_linear(
         TypeError: `model` is no module, or `skip` is a single string.
         ValueError: `model` is itself a linear layer, or there is no such scheme or mode of activations.
     """
-    if isinstance(skip, str):
-        raise TypeError(f"skip must be a sequence of names, got the string {skip!r}")
     check_choice("scheme", scheme, ("symmetric", "asymmetric"))
     check_choice("activations", activations, ("16-bit", "int8"))
-    skipped: set[torch.nn.Module] = set()
-    owners: Counter[torch.Tensor] = Counter()
-    if isinstance(model, torch.nn.Module):
-        for name, module in model.named_modules(remove_duplicate=False):
-            if any(fnmatchcase(f".{name}", f"*.{pattern}") for pattern in skip):
-                skipped.update(module.modules())
-        owners.update(
-            weight for module in model.modules() for weight in module._parameters.values() if weight is not None
-        )
-
-    def convert(linear: torch.nn.Module) -> Int8Linear:
-        weight = linear._parameters.get("weight")
-        if weight is not None and owners[weight] > 1:
-            raise ValueError("its weight is tied to that of another module, and would be held twice")
-        return Int8Linear.from_linear(linear, scheme=scheme, activations=activations)  # type: ignore[arg-type]
-
-    return replace_modules(model, lambda module: isinstance(module, torch.nn.Linear) and module not in skipped, convert)
+    return replace_linears(
+        model, skip, lambda linear: Int8Linear.from_linear(linear, scheme=scheme, activations=activations)
+    )
