@@ -69,8 +69,7 @@ def w4a16_middle_kernel(
     word_ptrs = codes_ptr + tiles[:, :, None, None] * row_words + first * STEP_WORDS + words
     offsets = row_offsets(tiles, n_groups(IN_FEATURES, GROUP_SIZE))
     if not DESCRIPTORS:
-        # Rows that do not exist repeat the last one.
-        x_rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), n_rows - 1).to(tl.int64)
+        x_rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
         x_ptrs = arranged + x_rows[:, None] * (N_STEPS * STEP) + first * STEP + tl.arange(0, STEP)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if zeros_ptr is not None:

@@ -135,4 +135,5 @@ def prepare_middle(
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
         blocks={"arranged": (config.block_m, _STEP)} if config.descriptors else {},
+        padded_rows=-(-m // config.block_m) * config.block_m,
     )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import Any
 
 import torch
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_same_device, check_shape, check_tensor
-from tk_kernel_core.modules import check_replaceable, replace_modules
+from tk_kernel_core.modules import check_linear, replace_linears
 from tk_w4a16._ops import w4a16_linear
 from tk_w4a16._packing import GROUP_SIZES, PackedInt4Weight
 from tk_w4a16._state import STATE_NAMES, blank_weight, load_weight, save_weight
@@ -174,21 +171,7 @@ class W4A16Linear(torch.nn.Module):
             ValueError: Its weight cannot be quantised, or it has something that would be lost: a forward of its
                 own, hooks, further parameters or buffers.
         """
-        if not isinstance(linear, torch.nn.Linear):
-            raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
-        kind = type(linear).__name__
-        if type(linear).forward is not torch.nn.Linear.forward:
-            raise ValueError(f"linear must have the forward of torch.nn.Linear, {kind} has one of its own")
-        if isinstance(linear, NonDynamicallyQuantizableLinear):
-            raise ValueError(f"linear must be called, not read by the module around it, as {kind} is")
-        check_replaceable(linear)
-        if lost := [name for name, _ in linear.named_parameters() if name not in ("weight", "bias")]:
-            raise ValueError(f"linear must have no parameters but weight and bias, {kind} has {lost}")
-        try:
-            for name, value in linear.named_parameters():
-                check_tensor(f"linear.{name}", value)
-        except TypeError as error:
-            raise ValueError(error) from None
+        check_linear(linear, ACTIVATION_DTYPES)
         module = cls.from_float(linear.weight, linear.bias, group_size=group_size, symmetric=symmetric)
         return module.train(linear.training)
 
@@ -394,24 +377,7 @@ def replace_linear(
         TypeError: `model` is no module, or `skip` is a single string.
         ValueError: `model` is itself a linear layer, or there is no such group size.
     """
-    if isinstance(skip, str):
-        raise TypeError(f"skip must be a sequence of names, got the string {skip!r}")
-    patterns = tuple(skip)
     check_choice("group_size", group_size, (*GROUP_SIZES, -1))
-    skipped: set[torch.nn.Module] = set()
-    owners: Counter[torch.Tensor] = Counter()
-    if isinstance(model, torch.nn.Module):
-        for name, module in model.named_modules(remove_duplicate=False):
-            if any(fnmatchcase(f".{name}", f"*.{pattern}") for pattern in patterns):
-                skipped.update(module.modules())
-        owners.update(
-            weight for module in model.modules() for weight in module._parameters.values() if weight is not None
-        )
-
-    def convert(linear: torch.nn.Module) -> W4A16Linear:
-        weight = linear._parameters.get("weight")
-        if weight is not None and owners[weight] > 1:
-            raise ValueError("its weight is tied to that of another module, and would be held twice")
-        return W4A16Linear.from_linear(linear, group_size=group_size, symmetric=symmetric)  # type: ignore[arg-type]
-
-    return replace_modules(model, lambda module: isinstance(module, torch.nn.Linear) and module not in skipped, convert)
+    return replace_linears(
+        model, skip, lambda linear: W4A16Linear.from_linear(linear, group_size=group_size, symmetric=symmetric)
+    )
