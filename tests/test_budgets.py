@@ -39,11 +39,19 @@ def test_budget_has_exactly_the_cases_targets_and_kernels_there_are(package: Pat
     assert {(target, case, kernel) for target, case, kernel, _ in limits_of(package)} == launched
 
 
+# Bytes that may be spilled, where that was measured to be faster than what avoids it.
+SPILLS_THAT_PAY = {
+    # Once for a thread, in code with no loop; with fewer registers all programs run at once: 60 µs for 65 on an H200.
+    ("tk-int8-gemm", "sm_90", "llama3-70b-decode-16", "int8_decode_kernel"): 48,
+}
+
+
 @each_package
-def test_nothing_spills(package: Path) -> None:
+def test_nothing_spills_but_where_it_pays(package: Path) -> None:
     for *place, limits in limits_of(package):
-        assert limits.spill_bytes == 0, place
-        assert "st.local" in limits.must_not_have, place
+        paid = SPILLS_THAT_PAY.get((package.name, *place), 0)
+        assert limits.spill_bytes <= paid, place
+        assert paid or "st.local" in limits.must_not_have, place
 
 
 @each_package
@@ -57,7 +65,8 @@ def test_where_bandwidth_counts_16_bytes_or_blocks_are_moved_at_once(package: Pa
         if case in cases:
             assert {"ld.global.v4", "cp.async.v4", "tma"} & {*limits.must_have}, (target, case, kernel)
             # The sum of partial gradients writes one row, which is no traffic to speak of.
-            assert kernel == "sum_rows_kernel" or "st.global.v4" in limits.must_have, (target, case, kernel)
+            stores = {"st.global.v4", "st.tma"} & {*limits.must_have}
+            assert kernel == "sum_rows_kernel" or stores, (target, case, kernel)
 
 
 @each_package

@@ -181,6 +181,7 @@ def test_every_counted_family_is_a_known_one(target: str) -> None:
         ("REDUX", None, 0),
         ("RED.E.ADD.F32.FTZ.RN.STRONG.GPU", "atom", 0),
         ("UTMALDG.2D", "tma", 0),
+        ("UTMASTG.2D", "st.tma", 0),
     ],
 )
 def test_sass_families(opcode: str, family: str | None, width: int) -> None:

@@ -108,42 +108,17 @@ def _store(
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
-    if BLOCK_N == 128:
+    N_PARTS: tl.constexpr = 2 if BLOCK_N == 128 else 1
+    if N_PARTS == 2:
         # One half after the other: with all factors of a wide tile at hand, registers would spill.
-        left, right = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), (0, 2, 1)))
-        _store_part(
-            left,
-            first_m,
-            first_n,
-            m,
-            n,
-            out,
-            x_scale_ptr,
-            scale_ptr,
-            bias_ptr,
-            zero_point_ptr,
-            x_sum_ptr,
-            OUT_DESCRIPTOR,
-        )
-        _store_part(
-            right,
-            first_m,
-            first_n + BLOCK_N // 2,
-            m,
-            n,
-            out,
-            x_scale_ptr,
-            scale_ptr,
-            bias_ptr,
-            zero_point_ptr,
-            x_sum_ptr,
-            OUT_DESCRIPTOR,
-        )
+        parts = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), (0, 2, 1)))
     else:
+        parts = (acc,)
+    for part in tl.static_range(N_PARTS):
         _store_part(
-            acc,
+            parts[part],
             first_m,
-            first_n,
+            first_n + part * (BLOCK_N // N_PARTS),
             m,
             n,
             out,

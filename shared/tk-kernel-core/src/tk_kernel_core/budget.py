@@ -36,7 +36,7 @@ from tk_kernel_core.resources import INSTRUCTION_FAMILIES, MATRIX_FAMILIES, Case
 from tk_kernel_core.spec import KernelSpec
 from tk_kernel_core.targets import COMPILE_TARGETS
 
-_EXPECTED_FAMILIES = (*MATRIX_FAMILIES, "ld.global.v4", "st.global.v4", "cp.async.v4", "tma")
+_EXPECTED_FAMILIES = (*MATRIX_FAMILIES, "ld.global.v4", "st.global.v4", "cp.async.v4", "tma", "st.tma")
 _SPILL_FAMILY = "st.local"
 _HAZARD = "instructions that overwrite what wgmma reads"
 

@@ -4,7 +4,7 @@ Instructions are counted by family, under one name wherever NVIDIA and AMD have 
 
 * `ld.global.*`, `st.global.*`: device memory, by bytes per thread: `v8` (32), `v4` (16), `v3` (12), `v2` (8),
   `v1` (4) and `narrow` (fewer). `cp.async.*`: the same, from device memory straight into shared memory.
-  `tma`: by the tensor memory accelerator.
+  `tma`, `st.tma`: whole blocks, read and written by the tensor memory accelerator.
 * `ld.shared`, `st.shared`: shared memory (LDS). `ld.local`, `st.local`: a thread's own memory (scratch), where
   registers are spilled to.
 * `mma.sync`, `wgmma`, `tcgen05`, `v_mfma`: matrix units on 16-bit floats. With `.int8`, `.fp8` and `.fp32`
@@ -46,7 +46,7 @@ MATRIX_FAMILIES = tuple(
 INSTRUCTION_FAMILIES = frozenset(
     (
         *(f"{memory}.{width}" for memory in ("ld.global", "st.global", "cp.async") for width in _WIDTHS.values()),
-        *("tma", "ld.shared", "st.shared", "ld.local", "st.local"),
+        *("tma", "st.tma", "ld.shared", "st.shared", "ld.local", "st.local"),
         *MATRIX_FAMILIES,
         *("ffma", "dp4a", "atom", "shfl", "bar"),
     )
@@ -249,7 +249,8 @@ def disassemble(binary: bytes) -> str:
 
 _SASS_MEMORY = {"LDG": "ld.global", "STG": "st.global", "LDGSTS": "cp.async", "LDL": "ld.local", "STL": "st.local"}
 _SASS_FAMILIES = {
-    **dict.fromkeys(("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"), "tma"),
+    **dict.fromkeys(("UTMALDG", "UBLKCP"), "tma"),
+    **dict.fromkeys(("UTMASTG", "UTMAREDG", "UBLKRED"), "st.tma"),
     **dict.fromkeys(("LDS", "LDSM"), "ld.shared"),
     **dict.fromkeys(("STS", "STSM"), "st.shared"),
     **dict.fromkeys(("ATOM", "ATOMG", "RED", "REDG"), "atom"),
