@@ -1,13 +1,14 @@
 """The kernels for dozens of rows and prepared weights."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tk_int8_gemm import PackedInt8Weight, int8_linear
+from tk_int8_gemm import PackedInt8Weight, _packed_plans, int8_linear
 from tk_int8_gemm._middle_launch import MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
 from tk_int8_gemm._packed_plans import middle
 from tk_kernel_core.aot import CompiledObject, compile_launch
@@ -108,6 +109,21 @@ def test_infinities_and_nan_stay_in_their_rows(device: str) -> None:
     check(spoilt, x, codes, weight, bias)
     assert torch.equal(spoilt[1:39], clean[1:39])
     assert spoilt[39].isnan().all()
+
+
+def test_arranged_rows_are_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def allocator(shape: tuple[int, ...], *rest: Any) -> Any:
+        shapes.append(shape)
+        return _allocator(shape, *rest)
+
+    _allocator = _packed_plans.allocator
+    monkeypatch.setattr(_packed_plans, "allocator", allocator)
+    with planning(H200):
+        middle(torch.empty(35, 600, dtype=torch.float16, device="meta"), 130, 600, False)
+    # The kernel reads 64 rows, and whole steps of 128 columns.
+    assert (64, 640) in shapes
 
 
 def machine_code(m: int, n: int, k: int, dtype: torch.dtype, target: Target, with_more: bool) -> list[CompiledObject]:

@@ -1,6 +1,7 @@
 """The kernels for dozens of rows, launched directly."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,14 @@ from hypothesis import strategies as st
 from tk_kernel_core.aot import CompiledObject, compile_launch
 from tk_kernel_core.gemm import prepare_arrangement
 from tk_kernel_core.interpreter import interpreting
-from tk_kernel_core.launch import PreparedLaunch
+from tk_kernel_core.launch import PreparedLaunch, planning
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.resources import inspect
 from tk_kernel_core.targets import COMPILE_TARGETS, Target, target_of
 from tk_testkit.close import assert_close
 from tk_testkit.plugin import kernel_device
 from tk_testkit.strategies import assert_guards_intact, guarded_view
-from tk_w4a16 import PackedInt4Weight
+from tk_w4a16 import PackedInt4Weight, _plans
 from tk_w4a16._formats import Int4Weight
 from tk_w4a16._middle_launch import MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
 
@@ -45,7 +46,7 @@ class Problem:
             k = 64 * weight.codes.shape[1]
         prepared = prepare_middle(m, n, k, weight.group_size, target, self.config)
         arrangement = prepare_arrangement(m, k, self.x.stride(0), prepared.n_counters, target)
-        arranged = guarded_view((m, -(-k // 128) * 128), dtype=self.x.dtype, device=str(device))
+        arranged = guarded_view((prepared.padded_rows, -(-k // 128) * 128), dtype=self.x.dtype, device=str(device))
         partial = counter = None
         if prepared.n_counters:
             partial = torch.full((prepared.partial_elements,), float("nan"), device=device)
@@ -148,6 +149,21 @@ def test_infinities_and_nan_stay_in_their_rows(device: str) -> None:
     assert spoilt[17].isnan().all()
 
 
+def test_arranged_rows_are_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def allocator(shape: tuple[int, ...], *rest: Any) -> Any:
+        shapes.append(shape)
+        return _allocator(shape, *rest)
+
+    _allocator = _plans.allocator
+    monkeypatch.setattr(_plans, "allocator", allocator)
+    with planning(H200):
+        _plans._middle(torch.empty(35, 600, dtype=torch.float16, device="meta"), None, 64, 130, 600)
+    # The kernel reads 64 rows, and whole steps of 128 columns.
+    assert (64, 640) in shapes
+
+
 def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target) -> list[CompiledObject]:
     """Compile what is chosen for a product of 11,008 by 4096, with zero points and a permutation."""
 
@@ -214,6 +230,8 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, group_size: int, 
     assert split == config.split
     assert prepared.n_counters == (n_programs if split > 1 else 0)
     assert prepared.partial_elements == prepared.n_counters * split * config.block_n * config.block_m
+    # Whole blocks of rows, and no more.
+    assert prepared.padded_rows == n_row_programs * config.block_m
 
 
 @pytest.mark.parametrize(

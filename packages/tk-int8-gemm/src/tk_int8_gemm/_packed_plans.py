@@ -105,7 +105,7 @@ def middle(
     n_counters = prepared.n_counters
     arrange = PreparedLaunch.of(prepare_arrangement(m, k, row_stride(rows), n_counters, target), device)
     launch = PreparedLaunch.of(prepared, device)
-    # Whole blocks of rows: loads through a descriptor that reach beyond its tensor take twice as long.
+    # Whole blocks of rows, all of which the kernel reads.
     new_arranged = allocator((prepared.padded_rows, -(-k // GROUP) * GROUP), rows.dtype, device)
     new_x_sum = allocator((m,), torch.float32, device)
     new_partial = allocator((prepared.partial_elements,), torch.float32, device)

@@ -48,8 +48,9 @@ def w4a16_middle_kernel(
     """BLOCK_M rows of x by TILES * WARPS tiles of 16 output features, over a SPLIT-th of the columns.
 
     Scales multiply the weight, which is then rounded, or the sums of a step, which must be of one group.
-    arranged is a descriptor of blocks [BLOCK_M, STEP], or a pointer. Programs of the same features follow one another,
-    so that they find the weight in L2.
+    arranged is a descriptor of blocks [BLOCK_M, STEP], or a pointer; it has whole blocks of rows, and what those
+    beyond n_rows hold does not matter. Programs of the same features follow one another, so that they find the weight
+    in L2.
     """
     N_STEPS: tl.constexpr = (IN_FEATURES + STEP - 1) // STEP
     OWN_STEPS: tl.constexpr = (N_STEPS + SPLIT - 1) // SPLIT

@@ -190,7 +190,7 @@ def _middle(rows: torch.Tensor, permutation: Any, group_size: int, n: int, width
     n_counters = prepared.n_counters
     arrange = PreparedLaunch.of(prepare_arrangement(m, width, row_stride(rows), n_counters, target), device)
     launch = PreparedLaunch.of(prepared, device)
-    # Whole blocks of rows: loads through a descriptor that reach beyond its tensor take twice as long.
+    # Whole blocks of rows, all of which the kernel reads.
     arranged_shape = (prepared.padded_rows, -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
     new_arranged = allocator(arranged_shape, rows.dtype, device)
     new_partial = allocator((prepared.partial_elements,), torch.float32, device)
