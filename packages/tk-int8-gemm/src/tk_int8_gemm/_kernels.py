@@ -170,6 +170,8 @@ def int8_gemm_kernel(
     # of codes, and so 32 bytes in two halves.
     x_offsets = _row_offsets(first_m, m, stride_x * K_ALIGNMENT, BLOCK_M)[None, :] + inner[:, None]
     weight_offsets = _row_offsets(first_n, n, k, BLOCK_N)[:, None] + inner[None, :]
+    # Each copy of the last row would be fetched from L2.
+    x_exists = (first_m + tl.arange(0, BLOCK_M) < m)[None, :]
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -180,7 +182,7 @@ def int8_gemm_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         codes = _load_step(weight_base, weight_offsets, inner[None, :], start, k, EVEN_K)
-        x = _load_step(x_base, x_offsets, inner[:, None], start, k, EVEN_K)
+        x = tl.load(x_base + start + x_offsets, mask=x_exists & (EVEN_K | (inner[:, None] < k - start)), other=0.0)
         weight = _to_float(codes, x.dtype)
         if SWAPPED:
             # Not a sum, of which the compiler would make a dot that goes on with acc: on sm_90 it may overwrite

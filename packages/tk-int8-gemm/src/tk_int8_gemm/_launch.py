@@ -164,7 +164,7 @@ def w8a8_config(m: int, n: int, k: int, alignment: int, target: Target) -> GemmC
         tile, reason = (128, 64, 128, True, 3, 4), f"m = {m} fills too few square tiles to load every unit alike"
         return _persistent(m, n, tile, 3, target, reason)
     warps = 4 if target.name == "sm_90" else 8
-    tile = (128, 128, 128, m <= 512 and not is_amd, 3, warps)
+    tile = (128, 128, 128, not is_amd, 3, warps)
     config = _persistent(m, n, tile, 2, target, f"m = {m} fills tiles of 128 rows")
     # A long launch gains nothing by beginning early, and on an H200 took 5 % longer.
     return replace(config, dependent_launch=config.dependent_launch and m <= 512)

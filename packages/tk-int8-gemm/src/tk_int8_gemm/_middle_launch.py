@@ -35,6 +35,7 @@ class MiddleConfig:
         split: Programs that share the input features of the same results.
         descriptors: Whether x is read through a descriptor.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+        most_registers: Of a thread; None leaves them to the compiler.
     """
 
     block_m: int
@@ -44,6 +45,7 @@ class MiddleConfig:
     split: int
     descriptors: bool
     dependent_launch: bool
+    most_registers: int | None = None
 
     @property
     def block_n(self) -> int:
@@ -78,6 +80,7 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
     """
     # AMD's local data share holds no more than two groups of narrow tiles.
     is_amd = target.backend == "hip"
+    num_warps, most_registers = _WARPS, None
     if m <= 32:
         block_m, tiles, stages, programs_per_unit = 32, 1, 3, 4
     elif m > 192 or (m > 64 and n >= _WIDE):
@@ -87,20 +90,25 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
     else:
         # So many features that fewer programs, which read x less often, still fill the GPU. Elsewhere registers spill.
         block_m, tiles, stages, programs_per_unit = 64, 2, 3, 2
+    n_squares = -(-n // 128) * -(-m // 128)
+    if m > 64 and target.name == "sm_90" and 2 * n_squares >= 3 * target.compute_units:
+        # Square tiles read x half as often, but are few. Registers for two programs on a multiprocessor.
+        block_m, tiles, num_warps, stages, programs_per_unit, most_registers = 128, 1, 8, 3, 2, 128
     if is_amd:
         block_m, tiles, stages, programs_per_unit = min(block_m, 64), 1, 2, 2
-    n_programs = -(-n // (_TILE * tiles * _WARPS)) * -(-m // block_m)
-    if block_m == 128 and 2 * target.compute_units < n_programs <= 3 * target.compute_units:
+    n_programs = -(-n // (_TILE * tiles * num_warps)) * -(-m // block_m)
+    if block_m == 128 and num_warps == _WARPS and 2 * target.compute_units < n_programs <= 3 * target.compute_units:
         # Shared memory for two stages of three programs: all run at once.
         stages, programs_per_unit = 2, 3
     return MiddleConfig(
         block_m,
         tiles,
-        _WARPS,
+        num_warps,
         stages,
         _split(n_programs, -(-k // _GROUP), programs_per_unit * target.compute_units),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
+        most_registers,
     )
 
 
@@ -129,6 +137,11 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
     config = config or middle_config(m, n, k, target)
     n_programs = -(-n // config.block_n) * -(-m // config.block_m)
     is_split = config.split > 1
+    options: dict[str, Any] = {"num_warps": config.num_warps}
+    if config.dependent_launch:
+        options["launch_pdl"] = True
+    if config.most_registers is not None:
+        options["maxnreg"] = config.most_registers
     return PreparedProduct(
         module=_MODULE,
         kernel="int8_middle_kernel",
@@ -146,14 +159,10 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
             "DESCRIPTORS": config.descriptors,
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
-        options=_options(config.num_warps, config.dependent_launch),
+        options=options,
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
         blocks={"arranged": (config.block_m, _GROUP)} if config.descriptors else {},
         # On an H200 blocks that reached beyond a descriptor's tensor took up to twice as long.
         padded_rows=-(-m // config.block_m) * config.block_m,
     )
-
-
-def _options(num_warps: int, dependent_launch: bool) -> dict[str, Any]:
-    return {"num_warps": num_warps, **({"launch_pdl": True} if dependent_launch else {})}
