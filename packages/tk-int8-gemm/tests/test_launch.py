@@ -160,7 +160,7 @@ def test_weight_only_choices_on_an_h200(m: int, n: int, want: tuple[object, ...]
         (192, 11_008, (64, 128, 128, True, 4, 4)),
         (256, 11_008, (128, 64, 128, True, 3, 4)),
         (256, 28_672, (128, 128, 128, True, 3, 4)),
-        (513, 11_008, (128, 128, 128, False, 3, 4)),
+        (513, 11_008, (128, 128, 128, True, 3, 4)),
     ],
 )
 def test_w8a8_choices_on_an_h200(m: int, n: int, want: tuple[object, ...]) -> None:

@@ -185,22 +185,28 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, target: Target) -
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "block_m", "tiles", "stages", "split"),
+    ("m", "n", "k", "block_m", "tiles", "num_warps", "stages", "split"),
     [
-        (24, 4096, 4096, 32, 1, 3, 4),
-        (32, 11_008, 4096, 32, 1, 3, 3),
-        (64, 11_008, 4096, 64, 1, 3, 2),
-        (64, 4096, 14_336, 64, 1, 3, 6),
-        (64, 28_672, 8192, 64, 2, 3, 1),
-        (96, 11_008, 4096, 64, 1, 3, 1),
-        (128, 14_336, 4096, 128, 1, 3, 1),
-        (192, 11_008, 4096, 64, 1, 3, 1),
+        (24, 4096, 4096, 32, 1, 4, 3, 4),
+        (32, 11_008, 4096, 32, 1, 4, 3, 3),
+        (64, 11_008, 4096, 64, 1, 4, 3, 2),
+        (64, 4096, 14_336, 64, 1, 4, 3, 6),
+        (64, 28_672, 8192, 64, 2, 4, 3, 1),
+        (96, 11_008, 4096, 64, 1, 4, 3, 1),
+        (128, 14_336, 4096, 128, 1, 4, 3, 1),
+        (192, 11_008, 4096, 64, 1, 4, 3, 1),
         # 344 programs: three for each multiprocessor, all at once.
-        (256, 11_008, 4096, 128, 1, 2, 1),
-        (256, 4096, 14_336, 128, 1, 3, 2),
-        (256, 28_672, 8192, 128, 1, 3, 1),
+        (256, 11_008, 4096, 128, 1, 4, 2, 1),
+        (256, 4096, 14_336, 128, 1, 4, 3, 2),
+        (128, 28_672, 8192, 128, 1, 8, 3, 1),
+        (256, 28_672, 8192, 128, 1, 8, 3, 1),
     ],
 )
-def test_choices_on_an_h200(m: int, n: int, k: int, block_m: int, tiles: int, stages: int, split: int) -> None:
+def test_choices_on_an_h200(
+    m: int, n: int, k: int, block_m: int, tiles: int, num_warps: int, stages: int, split: int
+) -> None:
     config = middle_config(m, n, k, H200)
-    assert (config.block_m, config.tiles, config.stages, config.split) == (block_m, tiles, stages, split)
+    assert (config.block_m, config.tiles, config.num_warps) == (block_m, tiles, num_warps)
+    assert (config.stages, config.split) == (stages, split)
+    # Two programs of 8 warps on a multiprocessor.
+    assert config.most_registers == (128 if num_warps == 8 else None)

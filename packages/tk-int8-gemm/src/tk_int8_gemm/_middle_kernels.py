@@ -59,20 +59,25 @@ def int8_middle_kernel(
     tiles = tl.arange(0, TILES)[None, :, None, None] * WARPS + tl.arange(0, WARPS)[:, None, None, None]
     tiles = tl.minimum(program_n * (TILES * WARPS) + tiles, tl.cdiv(n_features, 16) - 1).to(tl.int64)
     words = tl.arange(0, BLOCKS)[None, None, :, None] * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, None, None, :]
-    word_ptrs = codes_ptr + tiles * (N_GROUPS * GROUP_WORDS) + words
+    word_ptrs = codes_ptr + (tiles * N_GROUPS + first) * GROUP_WORDS + words
     if not DESCRIPTORS:
         x_rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
         x_ptrs = arranged + x_rows[:, None] * (N_GROUPS * GROUP) + first * GROUP + tl.arange(0, GROUP)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # The weight is on its way a group ahead, in registers: shared memory is left to x. It does not wait:
     # arrange_rows_kernel, which comes before, has begun after all that came before it.
-    next_words = tl.load(word_ptrs + first * GROUP_WORDS, eviction_policy="evict_first")
+    next_words = tl.load(word_ptrs, eviction_policy="evict_first")
     wait_for_predecessor(DEPENDENT_LAUNCH)
     for group in tl.range(first, last, num_stages=STAGES):
         these_words = next_words
         # The last group repeats itself.
-        next_group = tl.minimum(group + 1, last - 1)
-        next_words = tl.load(word_ptrs + next_group * GROUP_WORDS, eviction_policy="evict_first")
+        if WARPS > 4:
+            # With pointers that advance, more registers spill than the one that does.
+            ahead_ptrs = word_ptrs + (tl.minimum(group + 1, last - 1) - first) * GROUP_WORDS
+        else:
+            word_ptrs += tl.where(group + 1 < last, GROUP_WORDS, 0)
+            ahead_ptrs = word_ptrs
+        next_words = tl.load(ahead_ptrs, eviction_policy="evict_first")
         if DESCRIPTORS:
             x = arranged.load([first_row, group * GROUP])
         else:
