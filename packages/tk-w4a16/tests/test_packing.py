@@ -60,7 +60,9 @@ def test_every_code_scale_and_zero_point_is_where_the_layout_says(group_size: in
         t, b, r = row // 16, row % 16 // 8, row % 8
         u, s, c, p, h = column // 64, column % 64 // 32, column % 32 // 8, column % 8 // 2, column % 2
         word = codes[t][u][4 * r + c][2 * s + b]
-        want = int(weight.codes[row, column]) if row < n and column < k else 8
+        # Padding stands for 0, or as little as there is.
+        padding = min(zeros[t][0 if group_size == -1 else column // group_size][r][b], 15)
+        want = int(weight.codes[row, column]) if row < n and column < k else padding
         assert (word >> (4 * p + 16 * h)) & 15 == want, (row, column)
     for row, group in itertools.product(range(64), range(packed.scales.shape[1])):
         t, b, r = row // 16, row % 16 // 8, row % 8
@@ -68,6 +70,30 @@ def test_every_code_scale_and_zero_point_is_where_the_layout_says(group_size: in
         assert scales[t][group][r][b] == (weight.scales[row, group].item() if there else 0.0)
         if there:
             assert zeros[t][group][r][b] == weight.zeros[row, group]
+
+
+@pytest.mark.parametrize("order", ["in order", "uneven", "symmetric"])
+def test_padding_of_a_group_is_finite_in_float16_however_large_the_scale(order: str) -> None:
+    n, k, groups = 34, 100, 4
+    g_idx = torch.arange(k) % 7 // 2 if order == "uneven" else None
+    weight = neutral(n, k, 32, g_idx=g_idx, groups=groups, symmetric=order == "symmetric")
+    weight.scales.fill_(60_000.0)
+    if weight.zeros is not None:
+        # Every zero point but 17, which is none.
+        weight.zeros.copy_((torch.arange(n)[:, None] % 17).expand(n, groups))
+    packed = PackedInt4Weight.pack(weight)
+    columns = 64 * packed.codes.shape[1]
+    # As if padding were input features.
+    every = PackedInt4Weight(packed.codes, packed.scales, packed.zeros, None, packed.group_size, n, columns)
+    if packed.permutation is None:
+        is_padding = torch.arange(columns) >= k
+    else:
+        is_padding = packed.permutation < 0
+    assert is_padding.any()
+    values = every.dequantize()[:, is_padding]
+    is_16 = torch.zeros(n, dtype=torch.bool) if weight.zeros is None else weight.zeros[:, 0] == 16
+    assert not values[~is_16].any()
+    assert set(values[is_16].unique().tolist()) <= {-60_000.0, 0.0}
 
 
 def test_two_16_bit_floats_come_of_a_word_by_one_or_and_one_addition() -> None:

@@ -19,10 +19,11 @@ Within a word the codes of even columns are in the lower half and those of odd o
 they are 1024 + q in fp16, with 0x43004300 128 + q in bf16. A zero point is a byte for the same reason: the bits
 0xE400 + z are -(1024 + z) in fp16 and 0xC300 + z -(128 + z) in bf16, so that one addition gives q - z exactly.
 
-What is padded: rows to whole multiples of 64, with the scale 0. Columns to whole groups and to a multiple of 128, with
-code 8; groups of nothing but padding have the scale 0. A padded column of a group that is not all padding has a scale
-and may have another zero point than 8, so it counts for nothing only if the activation is 0 there: a kernel takes 0
-for column j where j >= in_features, or where `permutation[j]` is -1, and so never reads beyond the activations.
+What is padded: rows to whole multiples of 64, with the scale 0. Columns to whole groups and to a multiple of 128;
+groups of nothing but padding have the scale 0. Padding has its group's zero point as its code, so that it stands for 0,
+which no scale makes infinite; but no code is 16, and there it stands for -1 times the scale. So it counts for nothing
+only if the activation is 0: a kernel takes 0 for column j where j >= in_features, or where `permutation[j]` is -1, and
+never reads beyond the activations.
 
 Columns whose groups are not consecutive (GPTQ's act-order) are sorted by group, in their old order within it, and each
 group is padded to whole groups of the layout, of the same scale: a group of 200 columns takes two of 128.
@@ -251,19 +252,22 @@ class PackedInt4Weight:
         width = COLUMN_MULTIPLE if group_size == -1 else max(COLUMN_MULTIPLE, group_size)
         used = k if source is None else len(source) * group_size
         height, columns = n + -n % ROW_MULTIPLE, used + -used % width
+        groups = 1 if group_size == -1 else columns // group_size
+        scales = _per_group(weight.scales, source, groups, height)
+        zeros = None if weight.zeros is None else _per_group(weight.zeros, source, groups, height)
         codes = torch.empty(height // 16, columns // 64, 32, 4, dtype=torch.int32, device=device)
         for rows in row_chunks(height, columns, ROW_MULTIPLE):
+            tiles = slice(rows.start // 16, rows.stop // 16)
             part = torch.full((rows.stop - rows.start, columns), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
+            if zeros is not None:
+                part.view(-1, groups, columns // groups).copy_(by_rows(zeros[tiles]).clamp(max=15)[..., None])
             given = weight.codes[rows]
             if position is None:
                 part[: len(given), :k] = given
             else:
                 part[: len(given)].index_copy_(1, position, given)
             fragments = _as_fragments(_join(part))
-            codes[rows.start // 16 : rows.stop // 16].view(fragments.shape).copy_(fragments)
-        groups = 1 if group_size == -1 else columns // group_size
-        scales = _per_group(weight.scales, source, groups, height)
-        zeros = None if weight.zeros is None else _per_group(weight.zeros, source, groups, height)
+            codes[tiles].view(fragments.shape).copy_(fragments)
         permutation = None
         if position is not None:
             permutation = torch.full((columns,), -1, dtype=torch.int32, device=device)
