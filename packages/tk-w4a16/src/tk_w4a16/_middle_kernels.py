@@ -73,26 +73,29 @@ def w4a16_middle_kernel(
         x_rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
         x_ptrs = arranged + x_rows[:, None] * (N_STEPS * STEP) + first * STEP + tl.arange(0, STEP)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # The weight is on its way a step ahead, in registers: shared memory is left to x. It does not wait:
+    # arrange_rows_kernel, which comes before, has begun after all that came before it.
+    next_words = tl.load(word_ptrs, eviction_policy="evict_first")
+    next_scales = load_groups(scales_ptr + offsets, first, GROUP_SIZE, N_STEPS, False)
     if zeros_ptr is not None:
         next_zeros = load_groups(zeros_ptr + offsets, first, GROUP_SIZE, N_STEPS, False)
     wait_for_predecessor(DEPENDENT_LAUNCH)
     for step in tl.range(first, last, num_stages=STAGES):
-        these_words = tl.load(word_ptrs, eviction_policy="evict_first")
-        word_ptrs += STEP_WORDS
-        scales = load_groups(scales_ptr + offsets, step, GROUP_SIZE, N_STEPS, False)
-        zeros = None
+        these_words, scales, zeros = next_words, next_scales, None
+        # The last step repeats itself.
+        next_step = tl.minimum(step + 1, last - 1)
+        word_ptrs += (next_step - step) * STEP_WORDS
+        next_words = tl.load(word_ptrs, eviction_policy="evict_first")
+        next_scales = load_groups(scales_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False)
         if zeros_ptr is not None:
             zeros = for_words(next_zeros.to(tl.int32))
+            next_zeros = load_groups(zeros_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False)
         if DESCRIPTORS:
             x = arranged.load([first_row, step * STEP])
         else:
             x = tl.load(x_ptrs)
             x_ptrs += STEP
         weight = dequantise(these_words, zeros, for_words(scales) if SCALE_WEIGHT else None, dtype, PTX)
-        if zeros_ptr is not None:
-            # Too narrow for a copy that bypasses registers, so they are on their way for a step.
-            next_step = tl.minimum(step + 1, last - 1)
-            next_zeros = load_groups(zeros_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False)
         # warp, tile, pair of blocks, row, octet, block, half of the rows, column, pair, half of the octet
         weight = tl.reshape(weight, [WARPS, TILES, 2, 8, 4, 2, 2, 2, 2, 2])
         weight = tl.reshape(tl.permute(weight, (1, 0, 6, 3, 2, 5, 9, 8, 4, 7)), [BLOCK_N, STEP])

@@ -16,9 +16,11 @@ MIDDLE_ROWS = 256
 """Most rows of activations that the kernels in `_middle_kernels` are meant for; they take any number."""
 
 _TILE, _STEP = 16, 128
-_MOST_SPLITS = 16
-# What a program does beside its steps takes as long as about so many of them.
-_STEPS_BESIDE = 4
+# More parts would take registers, in adding them up, that another program could run with.
+_MOST_SPLITS = 8
+_WARPS = 4
+# Output features from which on wider tiles still make enough programs.
+_WIDE = 12_288
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class MiddleConfig:
         block_m: Rows of x per program.
         tiles: Tiles of 16 output features per warp.
         num_warps: Warps per program, each with output features of its own.
-        stages: Steps of 128 columns on their way or in work at a time.
+        stages: Steps of 128 columns of x on their way or in work at a time.
         scale_weight: Whether scales multiply the weight, and not the sums of a step.
         split: Programs that share the columns of the same results.
         descriptors: Whether x is read through a descriptor.
@@ -63,33 +65,40 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target) -> Mi
     """
     # AMD's local data share holds no more than two steps of narrow tiles.
     is_amd = target.backend == "hip"
-    block_m = 32 if m <= 32 else 64 if m <= 64 or is_amd else 128
-    # Every program reads all of its rows: wide ones read x less often.
-    num_warps = 4 if block_m == 32 or is_amd else 8
-    # Registers of as many programs fit a multiprocessor, and shared memory for 3 stages of each.
-    n_slots = (1 if block_m == 128 else 2) * target.compute_units
-    block_n = _TILE * num_warps
-    n_programs = -(-n // block_n) * -(-m // block_m)
+    tiles, stages = 1, 3
+    if m <= 32:
+        block_m, programs_per_unit = 32, 4
+    elif m > 192 or (m > 64 and n >= _WIDE):
+        block_m, programs_per_unit = 128, 2
+    elif m > 64 or n < _WIDE or target.name != "sm_90":
+        block_m, programs_per_unit = 64, 3
+    else:
+        # So many features that fewer programs, which read x less often, still fill the GPU. Elsewhere registers spill.
+        block_m, tiles, programs_per_unit = 64, 2, 2
+    if is_amd:
+        block_m, stages, programs_per_unit = min(block_m, 64), 2, 2
+    n_programs = -(-n // (_TILE * tiles * _WARPS)) * -(-m // block_m)
+    if block_m == 128 and n_programs > 2 * target.compute_units:
+        # Shared memory for two stages of three programs.
+        stages, programs_per_unit = 2, 3
     return MiddleConfig(
         block_m,
-        1,
-        num_warps,
-        2 if is_amd else 3,
-        # The fewer rows there are, the fewer are the sums.
-        group_size in (32, 64) or block_m == 128,
-        _split(n_programs, -(-k // _STEP), n_slots),
+        tiles,
+        _WARPS,
+        stages,
+        # The sums of a step take as many registers as the result.
+        group_size in (32, 64) or tiles * block_m >= 128,
+        _split(n_programs, -(-k // _STEP), programs_per_unit * target.compute_units),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
     )
 
 
 def _split(n_programs: int, n_steps: int, n_slots: int) -> int:
-    """Return the number of parts of the columns with which the programs, so many at a time, are done first."""
-
-    def duration(split: int) -> int:
-        return -(-n_programs * split // n_slots) * (-(-n_steps // split) + _STEPS_BESIDE)
-
-    split = min(range(1, min(_MOST_SPLITS, n_steps) + 1), key=duration)
+    """Return the number of parts of the columns with which the programs, all at once, are done first."""
+    most = max(1, min(n_slots // n_programs, n_steps, _MOST_SPLITS))
+    # To add up a part takes about as long as a step.
+    split = min(range(1, most + 1), key=lambda split: -(-n_steps // split) + split)
     # Rounding up may have left the last programs nothing.
     return -(-n_steps // -(-n_steps // split))
 
@@ -135,5 +144,6 @@ def prepare_middle(
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
         blocks={"arranged": (config.block_m, _STEP)} if config.descriptors else {},
+        # On an H200 blocks that reached beyond a descriptor's tensor took up to twice as long.
         padded_rows=-(-m // config.block_m) * config.block_m,
     )
