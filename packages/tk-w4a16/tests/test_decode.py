@@ -202,7 +202,7 @@ def machine_code(
     m: int, n: int, k: int, group_size: int, dtype: torch.dtype, target: Target, *, zeros: bool = False
 ) -> CompiledObject:
     """Compile what is chosen for a product."""
-    prepared = prepare_decode(m, n, k, k, group_size, target)
+    prepared = prepare_decode(m, n, k, k, group_size, target, has_zeros=zeros)
     launch = PreparedLaunch.of(prepared, torch.device("meta"))
 
     def tensor(dtype: torch.dtype, is_present: bool = True) -> torch.Tensor | None:
@@ -274,9 +274,10 @@ def test_other_gpus_spill_nothing(m: int, target: str, dtype: torch.dtype) -> No
     k=st.integers(1, 2**18),
     group_size=st.sampled_from(GROUP_SIZES),
     target=st.sampled_from(list(COMPILE_TARGETS.values())),
+    has_zeros=st.booleans(),
 )
-def test_the_launch_covers_the_weight(m: int, n: int, k: int, group_size: int, target: Target) -> None:
-    config = decode_config(m, n, k, group_size, target)
+def test_the_launch_covers_the_weight(m: int, n: int, k: int, group_size: int, target: Target, has_zeros: bool) -> None:
+    config = decode_config(m, n, k, group_size, target, has_zeros)
     n_steps = -(-k // 128)
     share = config.num_warps * config.steps * config.iterations
     assert share * config.split >= n_steps
@@ -285,10 +286,10 @@ def test_the_launch_covers_the_weight(m: int, n: int, k: int, group_size: int, t
     assert config.block_m == (16 if m > 8 or target.backend == "hip" else 1 if m == 1 else 8)
     assert 1 <= config.ahead <= config.steps
     assert config.tiles in (1, 2)
-    assert config.num_warps in (1, 2, 4)
+    assert config.num_warps in (1, 2, 4, 8)
     assert 1 <= config.split <= 16
     assert config.dependent_launch == (target.name in ("sm_90", "sm_100"))
-    prepared = prepare_decode(m, n, k, k, group_size, target)
+    prepared = prepare_decode(m, n, k, k, group_size, target, has_zeros=has_zeros)
     n_programs, split, _ = prepared.grid
     assert (n_programs - 1) * 16 * config.tiles < n <= n_programs * 16 * config.tiles
     assert split == config.split
@@ -300,18 +301,29 @@ def test_the_launch_covers_the_weight(m: int, n: int, k: int, group_size: int, t
     ("m", "n", "k", "group_size", "want"),
     [
         (1, 11_008, 4096, 128, (1, 4, 8, 4, 1, 1)),
-        (1, 4096, 11_008, 128, (1, 1, 8, 4, 1, 11)),
-        (1, 28_672, 8192, 128, (1, 4, 8, 4, 2, 1)),
+        (1, 4096, 11_008, 128, (1, 8, 8, 4, 2, 1)),
+        (1, 1024, 4096, 128, (1, 1, 8, 4, 1, 4)),
+        (1, 28_672, 8192, 128, (1, 8, 8, 4, 1, 1)),
+        (1, 28_672, 14_336, 128, (1, 4, 8, 4, 4, 1)),
         (8, 11_008, 4096, 128, (1, 4, 8, 4, 1, 1)),
         (16, 11_008, 4096, 128, (2, 4, 8, 2, 1, 1)),
         (16, 11_008, 4096, 32, (1, 4, 8, 2, 1, 1)),
-        (16, 4096, 11_008, 128, (2, 4, 8, 2, 1, 3)),
-        (16, 28_672, 8192, 128, (2, 4, 8, 2, 2, 1)),
+        (16, 4096, 4096, 128, (2, 8, 4, 2, 1, 1)),
+        (16, 4096, 11_008, 128, (2, 8, 11, 2, 1, 1)),
+        (16, 1024, 4096, 128, (2, 4, 2, 2, 1, 4)),
+        (16, 28_672, 8192, 128, (2, 8, 8, 2, 1, 1)),
+        (16, 28_672, 14_336, 128, (2, 4, 10, 2, 3, 1)),
     ],
 )
 def test_choices_on_an_h200(m: int, n: int, k: int, group_size: int, want: tuple[int, ...]) -> None:
     config = decode_config(m, n, k, group_size, H200)
     assert (config.tiles, config.num_warps, config.steps, config.ahead, config.iterations, config.split) == want
+
+
+@pytest.mark.parametrize(("n", "k", "want"), [(11_008, 4096, 2), (4096, 11_008, 2), (28_672, 8192, 1)])
+def test_a_second_step_with_zero_points_is_for_programs_that_run_all_at_once(n: int, k: int, want: int) -> None:
+    assert decode_config(16, n, k, 128, H200, has_zeros=True).ahead == want
+    assert decode_config(8, n, k, 128, H200, has_zeros=True).ahead == 4
 
 
 def opcodes_of(compiled: CompiledObject) -> list[str]:

@@ -47,7 +47,7 @@ class DecodeConfig:
     dependent_launch: bool
 
 
-def decode_config(m: int, n: int, k: int, group_size: int, target: Target) -> DecodeConfig:
+def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_zeros: bool = False) -> DecodeConfig:
     """Choose the launch for a few rows.
 
     Args:
@@ -56,6 +56,7 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target) -> De
         k: Columns of the weight, as for `prepare_decode`.
         group_size: Columns that share a scale, or -1.
         target: The GPU.
+        has_zeros: Whether the weight has zero points: then it takes more registers.
     """
     n_steps = -(-k // _STEP)
     # AMD's matrix instructions have 16 columns at least.
@@ -64,30 +65,53 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target) -> De
     # Of groups of 32 columns, the sums of two tiles would take too many registers.
     tiles = 2 if (m > 8 and group_size != 32) or is_amd else 1
     n_programs = -(-n // (tiles * _TILE))
-    is_wide = n_programs >= 2 * target.compute_units
+    # About one program for each multiprocessor: warps are a better way to share columns than programs, which have to
+    # add up through memory.
+    is_wide = 10 * n_programs >= 9 * target.compute_units
+    is_few = n_programs < 2 * target.compute_units
     if m == 1 and not is_amd:
         # The 8 columns of the matrix instruction are a step each.
         block_m, steps, ahead, x_ahead = 1, 8, 4, 0
         n_turns = -(-n_steps // steps)
-        num_warps = min(4, next_power_of_two(n_turns)) if is_wide else 1
+        num_warps = _warps(n_turns, 1, is_few) if is_wide else 1
         split = 1 if is_wide else min(n_turns, _MOST_SPLITS)
         iterations = -(-n_turns // (num_warps * split))
     else:
         block_m = 16 if m > 8 or is_amd else 8
-        num_warps = min(4, next_power_of_two(n_steps))
+        # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
+        unrolled = 1 if is_amd else 12
+        num_warps = _warps(n_steps, unrolled, is_few) if is_wide and not is_amd else min(4, next_power_of_two(n_steps))
         # A warp that is left less than two steps does little but add up.
         useful = -(-n_steps // (2 * num_warps))
         split = 1 if is_wide else min(-(-2 * target.compute_units // n_programs), useful, _MOST_SPLITS)
         n_own = -(-n_steps // (num_warps * split))
-        # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
-        iterations = -(-n_own // (1 if is_amd else 8))
+        iterations = -(-n_own // unrolled)
         steps = -(-n_own // iterations)
-        # Of 16 rows, more steps ahead would cost the third program on a multiprocessor.
-        ahead = min(steps, 2 if block_m == 16 else 4)
+        if block_m == 8:
+            most_ahead = 4
+        else:
+            # With zero points a second step takes registers that only programs all at once have to spare.
+            fit = n_programs * split <= 12 // num_warps * target.compute_units
+            most_ahead = 2 if fit or not has_zeros else 1
+        ahead = min(steps, most_ahead)
         x_ahead = 0 if is_amd else 1
     # Rounding up may have left the last programs nothing.
     split = -(-n_steps // (num_warps * steps * iterations))
     return DecodeConfig(block_m, tiles, num_warps, steps, ahead, x_ahead, iterations, split, target.is_hopper_or_later)
+
+
+def _warps(n_turns: int, unrolled: int, is_few: bool) -> int:
+    """Return the number of warps that share all columns.
+
+    Args:
+        n_turns: What there is to share.
+        unrolled: How much of it a warp takes in one turn of its loop.
+        is_few: Whether two programs on each multiprocessor are all that there are.
+    """
+    if n_turns <= 4 * min(unrolled, 8) and not (is_few and n_turns >= 16):
+        return min(4, next_power_of_two(n_turns))
+    # A loop takes registers, and then only smaller programs leave a multiprocessor several.
+    return 8 if is_few or n_turns <= 8 * unrolled else 4
 
 
 def prepare_decode(
@@ -98,6 +122,7 @@ def prepare_decode(
     group_size: int,
     target: Target,
     config: DecodeConfig | None = None,
+    has_zeros: bool = False,
 ) -> PreparedProduct:
     """Return what a launch for a few rows takes beside tensors.
 
@@ -113,8 +138,9 @@ def prepare_decode(
         group_size: Columns that share a scale, or -1.
         target: The GPU.
         config: How to launch; `decode_config` of the rest by default.
+        has_zeros: Whether there are zeros.
     """
-    config = config or decode_config(m, n, k, group_size, target)
+    config = config or decode_config(m, n, k, group_size, target, has_zeros)
     constexprs: dict[str, Any] = {
         "IN_FEATURES": k,
         "GROUP_SIZE": group_size,
@@ -161,6 +187,7 @@ def prepare_dequantize(rows: int, k: int, group_size: int, target: Target) -> Pr
         k: Columns of the result: input features, or all columns of a weight with a permutation, in its order.
         group_size: Columns that share a scale, or -1.
         target: The GPU.
+        has_zeros: Whether the weight has zero points: then it takes more registers.
     """
     n_steps = -(-k // _STEP)
     n_own = min(4, next_power_of_two(n_steps))

@@ -123,7 +123,7 @@ def linear_plan(
         if way == "dequantize":
             return _dequantizing(x, permutation, group_size, n, width)
         if way == "decode":
-            multiply_rows = _decode(rows, permutation, group_size, n, width)
+            multiply_rows = _decode(rows, permutation, group_size, n, width, zeros is not None)
         else:
             multiply_rows = _middle(rows, permutation, group_size, n, width)
         new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
@@ -139,12 +139,14 @@ def linear_plan(
     return _planned(form, (x, codes, scales, zeros, permutation, bias), make)
 
 
-def _decode(rows: torch.Tensor, permutation: Any, group_size: int, n: int, width: int) -> Callable[..., None]:
+def _decode(
+    rows: torch.Tensor, permutation: Any, group_size: int, n: int, width: int, has_zeros: bool
+) -> Callable[..., None]:
     """Return the function that multiplies a few rows."""
     m, device, target = rows.shape[0], rows.device, launch_target(rows.device)
     gather = _gathering(rows, permutation)
     stride = row_stride(rows) if permutation is None else width
-    prepared = prepare_decode(m, n, width, stride, group_size, target)
+    prepared = prepare_decode(m, n, width, stride, group_size, target, None, has_zeros)
     launch = PreparedLaunch.of(prepared, device)
     new_partial = allocator((prepared.partial_elements,), torch.float32, device)
 
