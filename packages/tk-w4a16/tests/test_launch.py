@@ -51,3 +51,9 @@ def test_parts_cover_everything_once_within_the_workspace(n: int, k: int) -> Non
     # A part has 64 output features at least.
     assert all((part.stop - part.start) * k * 2 <= max(WORKSPACE_BYTES, 64 * k * 2) for part in parts)
     assert len({part.stop - part.start for part in parts}) <= 2
+
+
+def test_parts_stay_in_an_l2_cache_and_are_whole_tiles() -> None:
+    assert [part.stop - part.start for part in parts_of(28_672, 8192, 2)] == [2048] * 14
+    assert [part.stop - part.start for part in parts_of(11_008, 4096, 2)] == [3840, 3840, 3328]
+    assert [part.stop - part.start for part in parts_of(4096, 11_008, 2)] == [1024] * 4

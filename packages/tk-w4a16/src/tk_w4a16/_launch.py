@@ -11,8 +11,8 @@ from tk_w4a16._middle_launch import MIDDLE_ROWS
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
-WORKSPACE_BYTES = 128 * 2**20
-"""Most memory that dequantised weights take at a time, unless the smallest part is larger."""
+WORKSPACE_BYTES = 32 * 2**20
+"""Most memory that dequantised weights take at a time, unless the smallest part is larger. It stays in an L2 cache."""
 
 PLAIN_ROWS = 384
 """Most rows of activations for which a weight in the plain layout is dequantised tile by tile, by every program."""
@@ -105,14 +105,15 @@ def _groups(n_groups: int, group_size: int, block_k: int) -> tuple[int, int]:
 
 
 def parts_of(n: int, k: int, bytes_per_element: int) -> list[slice]:
-    """Split output features into parts that are dequantised at a time, equal but for the last and whole tiles of 64.
+    """Split output features into parts that are dequantised at a time: equal but for the last, and whole tiles.
 
     Args:
         n: Output features.
         k: Input features.
         bytes_per_element: Of what they are dequantised to.
     """
-    unit = 64
+    # Whole tiles of any GEMM, of 64 rows where 256 are too many.
+    unit = 256 if 256 * bytes_per_element * k <= WORKSPACE_BYTES else 64
     most = max(unit, WORKSPACE_BYTES // (bytes_per_element * k) // unit * unit)
     n_parts = -(-n // most)
     height = -(-n // (n_parts * unit)) * unit
