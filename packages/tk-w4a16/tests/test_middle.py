@@ -169,18 +169,18 @@ def test_arranged_rows_are_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     _allocator = _plans.allocator
     monkeypatch.setattr(_plans, "allocator", allocator)
     with planning(H200):
-        _plans._middle(torch.empty(35, 600, dtype=torch.float16, device="meta"), None, 64, 130, 600)
+        _plans._middle(torch.empty(35, 600, dtype=torch.float16, device="meta"), None, 64, 130, 600, False)
     # The kernel reads 64 rows, and whole steps of 128 columns.
     assert (64, 640) in shapes
 
 
-def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target) -> list[CompiledObject]:
-    """Compile what is chosen for a product of 11,008 by 4096, with zero points and a permutation."""
+def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target, n: int = 11_008) -> list[CompiledObject]:
+    """Compile what is chosen for a product of n by 4096, with zero points and a permutation."""
 
     def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    prepared = prepare_middle(m, 11_008, 4096, group_size, target)
+    prepared = prepare_middle(m, n, 4096, group_size, target, has_zeros=True)
     arrangement = prepare_arrangement(m, 4096, 4096, prepared.n_counters, target)
     words, zeros, x = tensor(1, dtype=torch.int32), tensor(1, dtype=torch.uint8), tensor(m, 4096, dtype=dtype)
     counter, partial = (words, tensor(1)) if prepared.n_counters else (None, None)
@@ -194,17 +194,21 @@ def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target) ->
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("m", "group_size", "dtype", "n_programs"),
+    ("m", "n", "group_size", "dtype", "n_programs"),
     [
-        (32, 128, torch.float16, 4),
-        (64, 128, torch.bfloat16, 3),
-        (64, 32, torch.float16, 3),
-        (256, 128, torch.float16, 3),
-        (256, 64, torch.bfloat16, 3),
+        (16, 28_672, 128, torch.float16, 4),
+        (32, 11_008, 128, torch.float16, 4),
+        (64, 11_008, 128, torch.bfloat16, 3),
+        (64, 11_008, 32, torch.float16, 3),
+        (64, 28_672, 128, torch.bfloat16, 2),
+        (256, 11_008, 128, torch.float16, 3),
+        (256, 11_008, 64, torch.bfloat16, 3),
+        (256, 28_672, 128, torch.bfloat16, 2),
+        (256, 28_672, 32, torch.bfloat16, 3),
     ],
 )
-def test_machine_code_on_an_h200(m: int, group_size: int, dtype: torch.dtype, n_programs: int) -> None:
-    arrange, multiply = machine_code(m, group_size, dtype, H200)
+def test_machine_code_on_an_h200(m: int, n: int, group_size: int, dtype: torch.dtype, n_programs: int) -> None:
+    arrange, multiply = machine_code(m, group_size, dtype, H200, n)
     assert inspect(arrange).spill_bytes == 0
     resources = inspect(multiply)
     assert resources.spill_bytes == resources.overwritten_operands == 0
@@ -218,7 +222,7 @@ def test_machine_code_on_an_h200(m: int, group_size: int, dtype: torch.dtype, n_
 
 
 @given(
-    m=st.integers(17, MIDDLE_ROWS),
+    m=st.integers(1, MIDDLE_ROWS),
     n=st.integers(1, 2**18),
     k=st.integers(1, 2**18),
     group_size=st.sampled_from(GROUP_SIZES),
@@ -249,18 +253,19 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, group_size: int, 
 @pytest.mark.parametrize(
     ("m", "n", "k", "want"),
     [
-        (32, 11_008, 4096, (32, 1, 3, 3)),
-        (64, 11_008, 4096, (64, 1, 3, 2)),
-        (64, 4096, 11_008, (64, 1, 3, 6)),
-        (64, 28_672, 8192, (64, 2, 3, 1)),
-        (128, 11_008, 4096, (64, 1, 3, 1)),
-        (128, 28_672, 8192, (128, 1, 2, 1)),
+        (16, 28_672, 8192, (16, 1, 4, 2, 1, None)),
+        (32, 11_008, 4096, (32, 1, 4, 2, 3, None)),
+        (64, 11_008, 4096, (64, 1, 4, 2, 2, None)),
+        (64, 4096, 11_008, (64, 1, 4, 2, 6, None)),
+        (64, 28_672, 8192, (64, 2, 4, 3, 1, None)),
+        (128, 11_008, 4096, (64, 1, 4, 2, 1, None)),
         # Two programs at a time on a multiprocessor have shared memory for a third stage.
-        (256, 4096, 11_008, (128, 1, 3, 2)),
-        (256, 11_008, 4096, (128, 1, 2, 1)),
-        (256, 28_672, 8192, (128, 1, 2, 1)),
+        (128, 28_672, 8192, (128, 1, 8, 3, 1, 128)),
+        (256, 4096, 11_008, (128, 1, 4, 3, 2, None)),
+        (256, 11_008, 4096, (128, 1, 4, 2, 1, 168)),
+        (256, 28_672, 8192, (128, 1, 8, 3, 1, 128)),
     ],
 )
-def test_choices_on_an_h200(m: int, n: int, k: int, want: tuple[int, ...]) -> None:
-    config = middle_config(m, n, k, 128, H200)
-    assert (config.block_m, config.tiles, config.stages, config.split) == want
+def test_choices_on_an_h200(m: int, n: int, k: int, want: tuple[int | None, ...]) -> None:
+    c = middle_config(m, n, k, 128, H200)
+    assert (c.block_m, c.tiles, c.num_warps, c.stages, c.split, c.most_registers) == want

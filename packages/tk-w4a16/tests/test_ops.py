@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tk_kernel_core import gemm
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import Tolerance
 from tk_testkit.close import assert_close
 from tk_w4a16 import (
     PackedInt4Weight,
-    _launch,
     _ops,
     dequantize_int4,
     pack_int4,
@@ -210,7 +210,7 @@ def test_rows_of_what_is_not_finite_keep_to_themselves(device: str) -> None:
 def test_many_rows_by_weights_dequantised_in_parts(
     name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launch, "WORKSPACE_BYTES", 64 * 72 * dtype.itemsize)
+    monkeypatch.setattr(gemm, "WORKSPACE_BYTES", 64 * 72 * dtype.itemsize)
     arguments = operands(401, 70, 72, device, dtype)
     check(arguments, call(name, arguments))
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from tk_kernel_core.aot import compile_launch
-from tk_kernel_core.gemm import prepare_arrangement, unit_of
+from tk_kernel_core.gemm import WORKSPACE_BYTES, backend_options, parts_of, prepare_arrangement, unit_of
 from tk_kernel_core.launch import PreparedLaunch
 from tk_kernel_core.resources import inspect
 from tk_kernel_core.targets import COMPILE_TARGETS, target_of
 from tk_testkit import guarded_view
 from tk_testkit.strategies import assert_guards_intact
+
+H200 = COMPILE_TARGETS["sm_90"]
 
 
 @pytest.fixture(
@@ -29,6 +31,40 @@ def test_strides_come_in_the_largest_unit_up_to_16_elements(row_stride: int, uni
     prepared = prepare_arrangement(3, 40, row_stride, 7, COMPILE_TARGETS["sm_90"])
     assert prepared.constexprs["ALIGNMENT"] == unit
     assert prepared.scalars == (row_stride // unit, 7)
+
+
+@pytest.mark.parametrize("m", [1, 2048, 2**20])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 100), (28_672, 8192), (11_008, 4096), (100, 2**26)])
+def test_parts_cover_everything_once_within_the_workspace(m: int, n: int, k: int) -> None:
+    parts = parts_of(m, n, k, 2, H200)
+    assert [row for part in parts for row in (part.start, part.stop)][1:-1:2] == [part.start for part in parts[1:]]
+    assert (parts[0].start, parts[-1].stop) == (0, n)
+    assert all(part.start % 64 == 0 for part in parts)
+    # A part has 64 output features at least.
+    assert all((part.stop - part.start) * k * 2 <= max(WORKSPACE_BYTES, 64 * k * 2) for part in parts)
+    assert len({part.stop - part.start for part in parts}) <= 2
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "heights"),
+    [
+        # A tile of 128 by 256 for each of 132 multiprocessors.
+        (2048, 28_672, 8192, [2048] * 14),
+        (2048, 11_008, 4096, [2048] * 5 + [768]),
+        (2048, 4096, 11_008, [2048] * 2),
+        (512, 11_008, 4096, [5632, 5376]),
+        (8192, 4096, 4096, [512] * 8),
+        # 2048 of them would not fit the workspace.
+        (2048, 8192, 2**17, [512] * 16),
+    ],
+)
+def test_a_part_occupies_an_h200_once(m: int, n: int, k: int, heights: list[int]) -> None:
+    assert [part.stop - part.start for part in parts_of(m, n, k, 2, H200)] == heights
+
+
+def test_options_are_named_only_where_they_say_something() -> None:
+    assert backend_options(4, False) == {"num_warps": 4}
+    assert backend_options(8, True, 168) == {"num_warps": 8, "launch_pdl": True, "maxnreg": 168}
 
 
 # A row in one piece, and one in two of which the second is not full.

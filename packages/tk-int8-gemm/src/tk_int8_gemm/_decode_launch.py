@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tk_kernel_core.gemm import PreparedProduct, unit_of
+from tk_kernel_core.gemm import PreparedProduct, backend_options, unit_of
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.layout import next_power_of_two
 
@@ -158,11 +158,7 @@ def prepare_decode(
         unit = unit_of(row_stride)
         scalars = (m, n, row_stride // unit)
         constexprs = {"ALIGNMENT": unit, "BLOCK_M": config.block_m, "STEPS": config.steps, **constexprs}
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1}
-    if config.dependent_launch:
-        options["launch_pdl"] = True
-    if config.most_registers is not None:
-        options["maxnreg"] = config.most_registers
+    options = backend_options(config.num_warps, config.dependent_launch, config.most_registers)
     block_n = config.tiles * _TILE
     n_programs = -(-n // block_n)
     is_split = config.split > 1
@@ -172,7 +168,7 @@ def prepare_decode(
         grid=(n_programs, config.split, 1),
         scalars=scalars,
         constexprs=constexprs,
-        options=options,
+        options={"num_stages": 1, **options},
         partial_elements=n_programs * config.split * block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tk_kernel_core.gemm import parts_of
 from tk_kernel_core.layout import next_power_of_two
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ in 32 bits."""
 
 LONGEST_INT32_SUM = 2**17 - 1
 """Products of two codes, of at most 2^14 each, whose sum int32 certainly holds."""
-
-WORKSPACE_BYTES = 32 * 2**20
-"""Most memory that dequantised weights take at a time, unless a single row is longer. It stays in an L2 cache."""
 
 _GROUP_M = 8
 
@@ -109,13 +107,13 @@ def int8_gemm_config(
     """
     if dtype == "float32":
         # The matrix units have no fp32; split into three TF32 products, it would cost more than the weights save.
-        return dequantize_config(n, k, 4, target, "x is fp32, which the matrix units do not multiply")
+        return dequantize_config(m, n, k, 4, target, "x is fp32, which the matrix units do not multiply")
     if k > LONGEST_ROW:
-        return dequantize_config(n, k, 2, target, f"rows longer than {LONGEST_ROW} are beyond the kernel's offsets")
+        return dequantize_config(m, n, k, 2, target, f"rows longer than {LONGEST_ROW} are beyond the kernel's offsets")
     # To dequantise costs 3 bytes of traffic a weight, whatever m is. Below this the kernel costs less than that
     # beyond cuBLAS, which multiplies without converting anything.
     if m > 384:
-        return dequantize_config(n, k, 2, target, f"m = {m} repays dequantising the weights once")
+        return dequantize_config(m, n, k, 2, target, f"m = {m} repays dequantising the weights once")
     if alignment < 16:
         return _unaligned(m, n, alignment, target)
     if m <= 16:
@@ -144,7 +142,9 @@ def w8a8_config(m: int, n: int, k: int, alignment: int, target: Target) -> GemmC
         target: The GPU.
     """
     if k > LONGEST_INT32_SUM:
-        return dequantize_config(n, k, 4, target, f"sums of more than {LONGEST_INT32_SUM} products may not fit int32")
+        return dequantize_config(
+            m, n, k, 4, target, f"sums of more than {LONGEST_INT32_SUM} products may not fit int32"
+        )
     if alignment < 16:
         return _unaligned(m, n, alignment, target)
     units, is_amd = target.compute_units, target.backend == "hip"
@@ -234,24 +234,18 @@ def _persistent(m: int, n: int, tile: _Tile, programs_per_unit: int, target: Tar
     )
 
 
-def dequantize_config(n: int, k: int, bytes_per_element: int, target: Target, reason: str) -> DequantizeConfig:
+def dequantize_config(m: int, n: int, k: int, bytes_per_element: int, target: Target, reason: str) -> DequantizeConfig:
     """Choose how weights are dequantised.
 
     Args:
+        m: Rows of `x`.
         n: Rows of the weights.
         k: Columns.
         bytes_per_element: Of what they are dequantised to.
         target: The GPU.
         reason: Why they are.
     """
-    # Equal parts, rounded up to whole tiles of any GEMM.
-    most = max(1, WORKSPACE_BYTES // (bytes_per_element * k))
-    if most >= n:
-        rows = n
-    else:
-        unit = 256 if most >= 256 else 1
-        n_parts = -(-n // (most // unit * unit))
-        rows = -(-n // (n_parts * unit)) * unit
+    rows = parts_of(m, n, k, bytes_per_element, target)[0].stop
     block_k = min(next_power_of_two(k), 1024)
     block_n = 4096 // block_k
     return DequantizeConfig(rows, block_n, block_k, target.warps(256), target.is_hopper_or_later, reason)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tk_int8_gemm._decode_launch import DECODE_ROWS
-from tk_kernel_core.gemm import PreparedProduct
+from tk_kernel_core.gemm import PreparedProduct, backend_options
 from tk_kernel_core.interpreter import interpreting
 
 if TYPE_CHECKING:
@@ -137,11 +137,6 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
     config = config or middle_config(m, n, k, target)
     n_programs = -(-n // config.block_n) * -(-m // config.block_m)
     is_split = config.split > 1
-    options: dict[str, Any] = {"num_warps": config.num_warps}
-    if config.dependent_launch:
-        options["launch_pdl"] = True
-    if config.most_registers is not None:
-        options["maxnreg"] = config.most_registers
     return PreparedProduct(
         module=_MODULE,
         kernel="int8_middle_kernel",
@@ -159,7 +154,7 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
             "DESCRIPTORS": config.descriptors,
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
-        options=options,
+        options=backend_options(config.num_warps, config.dependent_launch, config.most_registers),
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
         blocks={"arranged": (config.block_m, _GROUP)} if config.descriptors else {},

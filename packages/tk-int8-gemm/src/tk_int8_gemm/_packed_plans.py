@@ -15,7 +15,7 @@ from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, row_str
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
-from tk_kernel_core.gemm import prepare_arrangement
+from tk_kernel_core.gemm import backend_options, prepare_arrangement
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import next_power_of_two
@@ -60,7 +60,7 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any,
         rows = rows_of(x)
         way, reason = linear_way(rows.shape[0], str(x.dtype).removeprefix("torch."))
         if way == "dequantize":
-            product = _dequantizing(n, k, x.dtype, codes.device, reason)
+            product = _dequantizing(rows.shape[0], n, k, x.dtype, codes.device, reason)
             return lambda x, codes, scale, zero_point, bias: product(x, codes, scale, bias, zero_point)
         new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
         if way == "decode":
@@ -120,9 +120,9 @@ def middle(
     return multiply
 
 
-def _dequantizing(n: int, k: int, dtype: torch.dtype, device: torch.device, reason: str) -> Plan:
+def _dequantizing(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, reason: str) -> Plan:
     target = launch_target(device)
-    config = dequantize_config(n, k, dtype.itemsize, target, reason)
+    config = dequantize_config(m, n, k, dtype.itemsize, target, reason)
     n_groups = -(-k // GROUP)
     n_own = min(4, next_power_of_two(n_groups))
     constexprs = {
@@ -131,7 +131,7 @@ def _dequantizing(n: int, k: int, dtype: torch.dtype, device: torch.device, reas
         "PTX": target.backend == "cuda" and not interpreting(),
         "DEPENDENT_LAUNCH": target.is_hopper_or_later,
     }
-    options: dict[str, Any] = {"num_warps": 4, **({"launch_pdl": True} if target.is_hopper_or_later else {})}
+    options = backend_options(4, target.is_hopper_or_later)
 
     def launch_for(height: int) -> PreparedLaunch:
         grid = (-(-height // 16), -(-n_groups // n_own), 1)

@@ -24,6 +24,7 @@ from tk_int8_gemm._quantize import FLOATS, ZERO_POINTS, check_channels
 from tk_int8_gemm._reference import int8_gemm_torch, no_autocast, quantize_per_token_torch, w8a8_gemm_torch
 from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.gemm import backend_options
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 
 _INT8_GEMM = Kernel("tk_int8_gemm._kernels", "int8_gemm_kernel")
@@ -271,10 +272,6 @@ def _unit(*lengths: int) -> int:
     return math.gcd(16, *lengths)
 
 
-def _options(num_warps: int, dependent_launch: bool) -> dict[str, Any]:
-    return {"num_warps": num_warps, **({"launch_pdl": True} if dependent_launch else {})}
-
-
 def _reached(tensor: Any) -> Any:
     """Bring [M, K] to where descriptors reach: rows that do not overlap, from a multiple of 16 bytes on."""
     if row_stride(tensor) < tensor.shape[1]:
@@ -317,7 +314,7 @@ def gemm_launch(config: GemmConfig, rows: torch.Tensor, weight: torch.Tensor, dt
         },
         weight.device,
         blocks if config.descriptors else None,
-        **_options(config.num_warps, config.dependent_launch),
+        **backend_options(config.num_warps, config.dependent_launch),
     )
 
 
@@ -337,7 +334,7 @@ def _rows_launch(kernel: Kernel, rows: torch.Tensor) -> PreparedLaunch:
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
         rows.device,
-        **_options(config.num_warps, config.dependent_launch),
+        **backend_options(config.num_warps, config.dependent_launch),
     )
 
 
@@ -364,7 +361,7 @@ def _dequantizing(config: DequantizeConfig, dtype: torch.dtype, weight: torch.Te
 
     def launch_for(height: int) -> PreparedLaunch:
         grid = (-(-height // config.block_n) * -(-k // config.block_k), 1, 1)
-        options = _options(config.num_warps, config.dependent_launch)
+        options = backend_options(config.num_warps, config.dependent_launch)
         return PreparedLaunch(_DEQUANTIZE, grid, (height,), constexprs, weight.device, **options)
 
     return by_parts(weight.shape[0], k, config.rows, dtype, launch_for, lambda weight, rows: weight[rows])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tk_kernel_core.gemm import PreparedProduct, unit_of
+from tk_kernel_core.gemm import PreparedProduct, backend_options, unit_of
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.layout import next_power_of_two
 
@@ -18,6 +18,8 @@ DECODE_ROWS = 16
 _TILE, _STEP = 16, 128
 # The program that comes last adds up so many partial results at most.
 _MOST_SPLITS = 16
+# With more on a multiprocessor there would be too few registers for what each has on its way.
+_MOST_PROGRAMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class DecodeConfig:
         iterations: Turns of the loop.
         split: Programs that share the columns of the same tiles.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+        most_registers: Of a thread; None leaves them to the compiler.
     """
 
     block_m: int
@@ -45,6 +48,17 @@ class DecodeConfig:
     iterations: int
     split: int
     dependent_launch: bool
+    most_registers: int | None = None
+
+
+def fits_at_once(n: int, target: Target) -> bool:
+    """Return whether programs of two tiles each, for 9 to 16 rows, run all at once.
+
+    Args:
+        n: Output features.
+        target: The GPU.
+    """
+    return -(-n // (2 * _TILE)) <= _MOST_PROGRAMS * target.compute_units
 
 
 def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_zeros: bool = False) -> DecodeConfig:
@@ -63,12 +77,14 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
     is_amd = target.backend == "hip"
     # Two tiles halve how often x is read, one fills more of the GPU.
     # Of groups of 32 columns, the sums of two tiles would take too many registers.
-    tiles = 2 if (m > 8 and group_size != 32) or is_amd else 1
+    is_narrow = -(-n // _TILE) <= _MOST_PROGRAMS * target.compute_units
+    tiles = 2 if (m > 8 and group_size != 32 and not is_narrow) or is_amd else 1
     n_programs = -(-n // (tiles * _TILE))
     # About one program for each multiprocessor: warps are a better way to share columns than programs, which have to
     # add up through memory.
     is_wide = 10 * n_programs >= 9 * target.compute_units
     is_few = n_programs < 2 * target.compute_units
+    most_registers = None
     if m == 1 and not is_amd:
         # The 8 columns of the matrix instruction are a step each.
         block_m, steps, ahead, x_ahead = 1, 8, 4, 0
@@ -80,24 +96,39 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
         block_m = 16 if m > 8 or is_amd else 8
         # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
         unrolled = 1 if is_amd else 12
-        num_warps = _warps(n_steps, unrolled, is_few) if is_wide and not is_amd else min(4, next_power_of_two(n_steps))
+        if is_wide and (block_m == 8 or group_size in (32, 64)):
+            num_warps = _warps(n_steps, unrolled, is_few)
+        else:
+            num_warps = min(4, next_power_of_two(n_steps))
         # A warp that is left less than two steps does little but add up.
         useful = -(-n_steps // (2 * num_warps))
         split = 1 if is_wide else min(-(-2 * target.compute_units // n_programs), useful, _MOST_SPLITS)
         n_own = -(-n_steps // (num_warps * split))
         iterations = -(-n_own // unrolled)
         steps = -(-n_own // iterations)
-        if block_m == 8:
-            most_ahead = 4
-        else:
-            # With zero points a second step takes registers that only programs all at once have to spare.
-            fit = n_programs * split <= 12 // num_warps * target.compute_units
-            most_ahead = 2 if fit or not has_zeros else 1
+        per_unit = -(-n_programs * split // target.compute_units)
+        # With zero points a second step takes registers that only programs all at once have to spare.
+        most_ahead = 4 if block_m == 8 else 1 if has_zeros and per_unit > _MOST_PROGRAMS else 2
         ahead = min(steps, most_ahead)
         x_ahead = 0 if is_amd else 1
+        if block_m == 16 and target.name == "sm_90" and per_unit <= _MOST_PROGRAMS and group_size not in (32, 64):
+            # All that they can have: left to itself, the compiler has loads wait for each other to save some. Of narrow
+            # groups, sums of parts would spill.
+            most_registers = min(255, 65_536 // (target.warp_size * num_warps * per_unit) // 8 * 8)
     # Rounding up may have left the last programs nothing.
     split = -(-n_steps // (num_warps * steps * iterations))
-    return DecodeConfig(block_m, tiles, num_warps, steps, ahead, x_ahead, iterations, split, target.is_hopper_or_later)
+    return DecodeConfig(
+        block_m,
+        tiles,
+        num_warps,
+        steps,
+        ahead,
+        x_ahead,
+        iterations,
+        split,
+        target.is_hopper_or_later,
+        most_registers,
+    )
 
 
 def _warps(n_turns: int, unrolled: int, is_few: bool) -> int:
@@ -162,6 +193,7 @@ def prepare_decode(
         unit = unit_of(row_stride)
         scalars = (m, n, row_stride // unit)
         constexprs = {"ALIGNMENT": unit, "BLOCK_M": config.block_m, "STEPS": config.steps, **constexprs}
+    options = backend_options(config.num_warps, config.dependent_launch, config.most_registers)
     block_n = config.tiles * _TILE
     n_programs = -(-n // block_n)
     is_split = config.split > 1
@@ -171,7 +203,7 @@ def prepare_decode(
         grid=(n_programs, config.split, 1),
         scalars=scalars,
         constexprs=constexprs,
-        options={"num_warps": config.num_warps, "num_stages": 1, **launch_options(config.dependent_launch)},
+        options={"num_stages": 1, **options},
         partial_elements=n_programs * config.split * block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
     )
@@ -203,10 +235,5 @@ def prepare_dequantize(rows: int, k: int, group_size: int, target: Target) -> Pr
             "PTX": target.backend == "cuda" and not interpreting(),
             "DEPENDENT_LAUNCH": target.is_hopper_or_later,
         },
-        options={"num_warps": 4, **launch_options(target.is_hopper_or_later)},
+        options=backend_options(4, target.is_hopper_or_later),
     )
-
-
-def launch_options(dependent_launch: bool) -> dict[str, Any]:
-    """Return the options by which a kernel is scheduled while its predecessor drains."""
-    return {"launch_pdl": True} if dependent_launch else {}

@@ -57,8 +57,8 @@ def explain(
     weight = _weight(function, n, k, group_size, symmetric, act_order)
     with planning(gpu) as launches:
         _FUNCTIONS[function](torch.empty(m, k, dtype=dtype, device="meta"), *weight)
-    way = linear_way if function == "w4a16_linear" else gemm_way
-    _, reason = way(m, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    _, reason = linear_way(m, n, name, gpu) if function == "w4a16_linear" else gemm_way(m, name)
     return explain_launches(function, m, n, k, dtype, gpu, reason, launches)
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tk_w4a16._decode_launch import DECODE_ROWS
+from tk_w4a16._decode_launch import DECODE_ROWS, fits_at_once
 from tk_w4a16._middle_launch import MIDDLE_ROWS
 
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
-
-WORKSPACE_BYTES = 32 * 2**20
-"""Most memory that dequantised weights take at a time, unless the smallest part is larger. It stays in an L2 cache."""
 
 PLAIN_ROWS = 384
 """Most rows of activations for which a weight in the plain layout is dequantised tile by tile, by every program."""
@@ -47,12 +44,14 @@ class PlainConfig:
     num_warps: int
 
 
-def linear_way(m: int, dtype: str) -> tuple[Literal["decode", "middle", "dequantize"], str]:
+def linear_way(m: int, n: int, dtype: str, target: Target) -> tuple[Literal["decode", "middle", "dequantize"], str]:
     """Choose how `w4a16_linear` goes about a product, and say why.
 
     Args:
         m: Rows of x.
+        n: Output features.
         dtype: Element type of x: `float16`, `bfloat16` or `float32`.
+        target: The GPU.
     """
     if dtype == "float32":
         return "dequantize", "x is fp32, which the matrix units do not multiply"
@@ -60,6 +59,9 @@ def linear_way(m: int, dtype: str) -> tuple[Literal["decode", "middle", "dequant
         return "dequantize", f"m = {m} repays dequantising the weight once"
     if m > DECODE_ROWS:
         return "middle", f"m = {m} fills the matrix units, which take the weight from registers"
+    if m > 8 and target.is_hopper_or_later and not fits_at_once(n, target):
+        # Each program of a decode step reads all of x: so many of them would wait for L2.
+        return "middle", f"m = {m} rows are read too often by programs of few of n = {n} features"
     return "decode", f"m = {m} is a decode step, bound by the traffic of the weight"
 
 
@@ -102,19 +104,3 @@ def _groups(n_groups: int, group_size: int, block_k: int) -> tuple[int, int]:
     if n_groups == 1:
         return _ONE_GROUP, block_k
     return group_size, min(block_k, group_size & -group_size)
-
-
-def parts_of(n: int, k: int, bytes_per_element: int) -> list[slice]:
-    """Split output features into parts that are dequantised at a time: equal but for the last, and whole tiles.
-
-    Args:
-        n: Output features.
-        k: Input features.
-        bytes_per_element: Of what they are dequantised to.
-    """
-    # Whole tiles of any GEMM, of 64 rows where 256 are too many.
-    unit = 256 if 256 * bytes_per_element * k <= WORKSPACE_BYTES else 64
-    most = max(unit, WORKSPACE_BYTES // (bytes_per_element * k) // unit * unit)
-    n_parts = -(-n // most)
-    height = -(-n // (n_parts * unit)) * unit
-    return [slice(first, min(first + height, n)) for first in range(0, n, height)]

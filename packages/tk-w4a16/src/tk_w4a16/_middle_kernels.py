@@ -59,8 +59,11 @@ def w4a16_middle_kernel(
     n_row_programs = tl.cdiv(n_rows, BLOCK_M)
     first_row = (tl.program_id(0) % n_row_programs) * BLOCK_M
     program_n = tl.program_id(0) // n_row_programs
-    first = tl.program_id(1) * OWN_STEPS
-    last = tl.minimum(first + OWN_STEPS, N_STEPS)
+    if SPLIT == 1:
+        first, last = 0, N_STEPS
+    else:
+        first = tl.program_id(1) * OWN_STEPS
+        last = tl.minimum(first + OWN_STEPS, N_STEPS)
 
     # [WARPS, TILES]; tiles that do not exist repeat the last one.
     tiles = tl.arange(0, TILES)[None, :] * WARPS + tl.arange(0, WARPS)[:, None]
@@ -84,8 +87,13 @@ def w4a16_middle_kernel(
         these_words, scales, zeros = next_words, next_scales, None
         # The last step repeats itself.
         next_step = tl.minimum(step + 1, last - 1)
-        word_ptrs += (next_step - step) * STEP_WORDS
-        next_words = tl.load(word_ptrs, eviction_policy="evict_first")
+        if WARPS > 4:
+            # Pointers that advance take registers that programs of so many warps lack.
+            ahead_ptrs = word_ptrs + (next_step - first) * STEP_WORDS
+        else:
+            word_ptrs += (next_step - step) * STEP_WORDS
+            ahead_ptrs = word_ptrs
+        next_words = tl.load(ahead_ptrs, eviction_policy="evict_first")
         next_scales = load_groups(scales_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False)
         if zeros_ptr is not None:
             zeros = for_words(next_zeros.to(tl.int32))

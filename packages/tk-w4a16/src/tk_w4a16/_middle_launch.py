@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tk_kernel_core.gemm import PreparedProduct
+from tk_kernel_core.gemm import PreparedProduct, backend_options
 from tk_kernel_core.interpreter import interpreting
-from tk_w4a16._decode_launch import launch_options
 
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
@@ -36,6 +35,7 @@ class MiddleConfig:
         split: Programs that share the columns of the same results.
         descriptors: Whether x is read through a descriptor.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+        most_registers: Of a thread; None leaves them to the compiler.
     """
 
     block_m: int
@@ -46,6 +46,7 @@ class MiddleConfig:
     split: int
     descriptors: bool
     dependent_launch: bool
+    most_registers: int | None = None
 
     @property
     def block_n(self) -> int:
@@ -53,7 +54,7 @@ class MiddleConfig:
         return _TILE * self.tiles * self.num_warps
 
 
-def middle_config(m: int, n: int, k: int, group_size: int, target: Target) -> MiddleConfig:
+def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_zeros: bool = False) -> MiddleConfig:
     """Choose the launch for dozens of rows.
 
     Args:
@@ -62,35 +63,43 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target) -> Mi
         k: Columns of the weight, as for `prepare_middle`.
         group_size: Columns that share a scale, or -1.
         target: The GPU.
+        has_zeros: Whether the weight has zero points.
     """
-    # AMD's local data share holds no more than two steps of narrow tiles.
-    is_amd = target.backend == "hip"
-    tiles, stages = 1, 3
+    is_amd, is_sm_90 = target.backend == "hip", target.name == "sm_90"
+    tiles, num_warps, stages, most_registers = 1, _WARPS, 2, None
+    # Zero points of narrow groups take registers that large programs lack.
+    has_many_zeros = has_zeros and group_size in (32, 64)
+    n_squares = -(-n // 128) * -(-m // 128)
     if m <= 32:
-        block_m, programs_per_unit = 32, 4
+        block_m, programs_per_unit = 16 if m <= 16 else 32, 4
+    elif m > 64 and is_sm_90 and 2 * n_squares >= 3 * target.compute_units and not has_many_zeros:
+        # Square tiles read x half as often, but are few. Registers for two programs on a multiprocessor.
+        block_m, num_warps, stages, programs_per_unit, most_registers = 128, 8, 3, 2, 128
     elif m > 192 or (m > 64 and n >= _WIDE):
-        block_m, programs_per_unit = 128, 2
-    elif m > 64 or n < _WIDE or target.name != "sm_90":
+        block_m, stages, programs_per_unit = 128, 3, 2
+        if -(-n // 64) * -(-m // 128) > 2 * target.compute_units:
+            # Shared memory for two stages, and registers, of three programs.
+            stages, programs_per_unit, most_registers = 2, 3, 168 if is_sm_90 else None
+    elif m > 64 or n < _WIDE or not is_sm_90:
         block_m, programs_per_unit = 64, 3
     else:
         # So many features that fewer programs, which read x less often, still fill the GPU. Elsewhere registers spill.
-        block_m, tiles, programs_per_unit = 64, 2, 2
+        block_m, tiles, stages, programs_per_unit = 64, 2, 3, 2
     if is_amd:
+        # Its local data share holds no more than two steps of narrow tiles.
         block_m, stages, programs_per_unit = min(block_m, 64), 2, 2
-    n_programs = -(-n // (_TILE * tiles * _WARPS)) * -(-m // block_m)
-    if block_m == 128 and n_programs > 2 * target.compute_units:
-        # Shared memory for two stages of three programs.
-        stages, programs_per_unit = 2, 3
+    n_programs = -(-n // (_TILE * tiles * num_warps)) * -(-m // block_m)
     return MiddleConfig(
         block_m,
         tiles,
-        _WARPS,
+        num_warps,
         stages,
         # The sums of a step take as many registers as the result.
-        group_size in (32, 64) or tiles * block_m >= 128,
+        group_size in (32, 64) or block_m >= 128,
         _split(n_programs, -(-k // _STEP), programs_per_unit * target.compute_units),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
+        most_registers,
     )
 
 
@@ -104,9 +113,15 @@ def _split(n_programs: int, n_steps: int, n_slots: int) -> int:
 
 
 def prepare_middle(
-    m: int, n: int, k: int, group_size: int, target: Target, config: MiddleConfig | None = None
+    m: int,
+    n: int,
+    k: int,
+    group_size: int,
+    target: Target,
+    config: MiddleConfig | None = None,
+    has_zeros: bool = False,
 ) -> PreparedProduct:
-    """Return what a launch for 17 to `MIDDLE_ROWS` rows takes beside tensors.
+    """Return what a launch for up to `MIDDLE_ROWS` rows takes beside tensors.
 
     The tensors are those of `prepare_decode`, with what `prepare_arrangement` of the same `k` makes of x in its place.
 
@@ -117,8 +132,9 @@ def prepare_middle(
         group_size: Columns that share a scale, or -1.
         target: The GPU.
         config: How to launch; `middle_config` of the rest by default.
+        has_zeros: Whether there are zeros.
     """
-    config = config or middle_config(m, n, k, group_size, target)
+    config = config or middle_config(m, n, k, group_size, target, has_zeros)
     n_programs = -(-n // config.block_n) * -(-m // config.block_m)
     is_split = config.split > 1
     return PreparedProduct(
@@ -140,7 +156,7 @@ def prepare_middle(
             "DESCRIPTORS": config.descriptors,
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
-        options={"num_warps": config.num_warps, **launch_options(config.dependent_launch)},
+        options=backend_options(config.num_warps, config.dependent_launch, config.most_registers),
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
         blocks={"arranged": (config.block_m, _STEP)} if config.descriptors else {},

@@ -14,14 +14,13 @@ import torch
 
 from tk_kernel_core.checks import check_choice, check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
-from tk_kernel_core.gemm import prepare_arrangement, unit_of
+from tk_kernel_core.gemm import backend_options, parts_of, prepare_arrangement, unit_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 from tk_w4a16._decode_launch import prepare_decode, prepare_dequantize
 from tk_w4a16._launch import (
     GATHER_BLOCK,
     gemm_way,
     linear_way,
-    parts_of,
     plain_config,
     plain_dequantize_config,
 )
@@ -119,13 +118,13 @@ def linear_plan(
         rows = rows_of(x)
         # A permutation has an entry for every column; without one the last columns are known to be padding.
         width = k if permutation is None else permutation.shape[0]
-        way, _ = linear_way(rows.shape[0], str(x.dtype).removeprefix("torch."))
+        way, _ = linear_way(rows.shape[0], n, str(x.dtype).removeprefix("torch."), launch_target(x.device))
         if way == "dequantize":
             return _dequantizing(x, permutation, group_size, n, width)
         if way == "decode":
             multiply_rows = _decode(rows, permutation, group_size, n, width, zeros is not None)
         else:
-            multiply_rows = _middle(rows, permutation, group_size, n, width)
+            multiply_rows = _middle(rows, permutation, group_size, n, width, zeros is not None)
         new_y = allocator((*x.shape[:-1], n), x.dtype, x.device)
 
         def multiply(x: Any, codes: Any, scales: Any, zeros: Any, permutation: Any, bias: Any) -> Any:
@@ -172,8 +171,7 @@ def _gathering(rows: torch.Tensor, permutation: Any) -> Callable[[Any, Any], Any
         (width, row_stride(rows)),
         {"BLOCK_K": GATHER_BLOCK, "DEPENDENT_LAUNCH": dependent_launch},
         rows.device,
-        num_warps=4,
-        **({"launch_pdl": True} if dependent_launch else {}),
+        **backend_options(4, dependent_launch),
     )
     new_gathered = allocator((m, width), rows.dtype, rows.device)
 
@@ -185,10 +183,12 @@ def _gathering(rows: torch.Tensor, permutation: Any) -> Callable[[Any, Any], Any
     return gather
 
 
-def _middle(rows: torch.Tensor, permutation: Any, group_size: int, n: int, width: int) -> Callable[..., None]:
+def _middle(
+    rows: torch.Tensor, permutation: Any, group_size: int, n: int, width: int, has_zeros: bool
+) -> Callable[..., None]:
     """Return the function that multiplies dozens of rows."""
     (m, _), device, target = rows.shape, rows.device, launch_target(rows.device)
-    prepared = prepare_middle(m, n, width, group_size, target)
+    prepared = prepare_middle(m, n, width, group_size, target, None, has_zeros)
     n_counters = prepared.n_counters
     arrange = PreparedLaunch.of(prepare_arrangement(m, width, row_stride(rows), n_counters, target), device)
     launch = PreparedLaunch.of(prepared, device)
@@ -211,7 +211,7 @@ def _dequantizing(x: Any, permutation: Any, group_size: int, n: int, width: int)
     """Return the product with weights that are dequantised part by part, in a workspace of bounded size."""
     target, dtype = launch_target(x.device), x.dtype
     gather = _gathering(rows_of(x), permutation)
-    parts = parts_of(n, width, dtype.itemsize)
+    parts = parts_of(math.prod(x.shape[:-1]), n, width, dtype.itemsize, target)
     launches = {
         height: PreparedLaunch.of(prepare_dequantize(height, width, group_size, target), x.device)
         for height in {part.stop - part.start for part in parts}
@@ -288,7 +288,7 @@ def _dequantizing_plain(x: Any, n: int, n_groups: int, group_size: int) -> Plan:
     """Return the product with weights that are dequantised part by part, in a workspace of bounded size."""
     dtype, k = x.dtype, x.shape[-1]
     config = plain_dequantize_config(n_groups, group_size)
-    parts = parts_of(n, k, dtype.itemsize)
+    parts = parts_of(math.prod(x.shape[:-1]), n, k, dtype.itemsize, launch_target(x.device))
     constexprs = {
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,

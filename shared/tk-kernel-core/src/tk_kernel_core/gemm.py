@@ -10,7 +10,12 @@ from tk_kernel_core.layout import next_power_of_two
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
+WORKSPACE_BYTES = 128 * 2**20
+"""Most memory that a dequantised part of a weight takes, unless 64 of its rows are larger."""
+
 _STEP = 128
+# A tile of cuBLAS's, of activations and of output features.
+_TILE_ROWS, _TILE_FEATURES = 128, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,43 @@ def unit_of(row_stride: int) -> int:
     return (row_stride | 16) & -(row_stride | 16)
 
 
+def backend_options(num_warps: int, dependent_launch: bool, most_registers: int | None = None) -> dict[str, Any]:
+    """Return the options of Triton's backend.
+
+    Args:
+        num_warps: Warps per program.
+        dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+        most_registers: Of a thread; None leaves them to the compiler, which to save some keeps few loads in flight.
+    """
+    options: dict[str, Any] = {"num_warps": num_warps}
+    if dependent_launch:
+        options["launch_pdl"] = True
+    if most_registers is not None:
+        options["maxnreg"] = most_registers
+    return options
+
+
+def parts_of(m: int, n: int, k: int, bytes_per_element: int, target: Target) -> list[slice]:
+    """Split a weight's rows into parts that are dequantised at a time: equal but for the last, and whole tiles.
+
+    A part's product has a tile for each compute unit, but no second one: so the part is multiplied while it is in L2.
+
+    Args:
+        m: Rows of activations.
+        n: Output features.
+        k: Input features.
+        bytes_per_element: Of what the weight is dequantised to.
+        target: The GPU.
+    """
+    row_bytes = bytes_per_element * max(k, 1)
+    unit = _TILE_FEATURES if _TILE_FEATURES * row_bytes <= WORKSPACE_BYTES else 64
+    fitting = max(unit, WORKSPACE_BYTES // row_bytes // unit * unit)
+    busy = _TILE_FEATURES * max(1, target.compute_units // -(-m // _TILE_ROWS))
+    n_parts = -(-n // min(fitting, busy))
+    height = -(-n // (n_parts * unit)) * unit
+    return [slice(first, min(first + height, n)) for first in range(0, n, height)]
+
+
 def prepare_arrangement(m: int, k: int, row_stride: int, n_counters: int, target: Target) -> PreparedProduct:
     """Return what the launch that arranges activations takes beside tensors.
 
@@ -74,8 +116,5 @@ def prepare_arrangement(m: int, k: int, row_stride: int, n_counters: int, target
             "BLOCK_K": block_k,
             "DEPENDENT_LAUNCH": target.is_hopper_or_later,
         },
-        options={
-            "num_warps": target.warps(block_k // 8),
-            **({"launch_pdl": True} if target.is_hopper_or_later else {}),
-        },
+        options=backend_options(target.warps(block_k // 8), target.is_hopper_or_later),
     )
