@@ -73,48 +73,58 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
         has_zeros: Whether the weight has zero points: then it takes more registers.
     """
     n_steps = -(-k // _STEP)
+    units = target.compute_units
     # AMD's matrix instructions have 16 columns at least.
     is_amd = target.backend == "hip"
-    # Two tiles halve how often x is read, one fills more of the GPU.
-    # Of groups of 32 columns, the sums of two tiles would take too many registers.
-    is_narrow = -(-n // _TILE) <= _MOST_PROGRAMS * target.compute_units
-    tiles = 2 if (m > 8 and group_size != 32 and not is_narrow) or is_amd else 1
-    n_programs = -(-n // (tiles * _TILE))
+    n_tiles = -(-n // _TILE)
     # About one program for each multiprocessor: warps are a better way to share columns than programs, which have to
     # add up through memory.
-    is_wide = 10 * n_programs >= 9 * target.compute_units
-    is_few = n_programs < 2 * target.compute_units
+    is_wide = 10 * n_tiles >= 9 * units
+    is_few = n_tiles < 2 * units
+    # Each part of a step has sums of its own, which take registers.
+    has_parts = group_size in (32, 64)
     most_registers = None
     if m == 1 and not is_amd:
         # The 8 columns of the matrix instruction are a step each.
-        block_m, steps, ahead, x_ahead = 1, 8, 4, 0
+        block_m, tiles, steps, ahead, x_ahead = 1, 1, 8, 4, 0
         n_turns = -(-n_steps // steps)
         num_warps = _warps(n_turns, 1, is_few) if is_wide else 1
         split = 1 if is_wide else min(n_turns, _MOST_SPLITS)
+        if is_wide and is_few and 8 < n_turns <= 16 and not has_parts:
+            # One program of as many warps as there are turns, on each multiprocessor.
+            tiles, num_warps, ahead = 2, 16, 2
         iterations = -(-n_turns // (num_warps * split))
+        most_warps = 24 if iterations == 1 and num_warps <= 8 and not has_parts else 0
     else:
         block_m = 16 if m > 8 or is_amd else 8
+        # Two tiles halve how often x is read, one fills more of the GPU.
+        tiles = 2 if is_amd or (n_tiles > _MOST_PROGRAMS * units and not has_parts) else 1
+        n_programs = -(-n // (tiles * _TILE))
+        is_wide = 10 * n_programs >= 9 * units
         # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
-        unrolled = 1 if is_amd else 12
-        if is_wide and (block_m == 8 or group_size in (32, 64)):
+        unrolled = 1 if is_amd else 16 if block_m == 8 and not has_parts else 12
+        if is_wide and tiles == 1 and (block_m == 8 or has_parts):
             num_warps = _warps(n_steps, unrolled, is_few)
         else:
             num_warps = min(4, next_power_of_two(n_steps))
         # A warp that is left less than two steps does little but add up.
         useful = -(-n_steps // (2 * num_warps))
-        split = 1 if is_wide else min(-(-2 * target.compute_units // n_programs), useful, _MOST_SPLITS)
+        split = 1 if is_wide else min(-(-2 * units // n_programs), useful, _MOST_SPLITS)
         n_own = -(-n_steps // (num_warps * split))
         iterations = -(-n_own // unrolled)
         steps = -(-n_own // iterations)
-        per_unit = -(-n_programs * split // target.compute_units)
         # With zero points a second step takes registers that only programs all at once have to spare.
-        most_ahead = 4 if block_m == 8 else 1 if has_zeros and per_unit > _MOST_PROGRAMS else 2
-        ahead = min(steps, most_ahead)
+        is_tight = has_zeros and block_m == 16 and n_programs * split > _MOST_PROGRAMS * units
+        ahead = min(steps, 4 if tiles == 1 and block_m == 8 else 1 if is_tight else 2)
         x_ahead = 0 if is_amd else 1
-        if block_m == 16 and target.name == "sm_90" and per_unit <= _MOST_PROGRAMS and group_size not in (32, 64):
-            # All that they can have: left to itself, the compiler has loads wait for each other to save some. Of narrow
-            # groups, sums of parts would spill.
-            most_registers = min(255, 65_536 // (target.warp_size * num_warps * per_unit) // 8 * 8)
+        most_warps = 0 if has_parts else 16
+    per_unit = -(-n_tiles * split // (tiles * units))
+    if block_m == 1:
+        # There may be more than run at once.
+        per_unit = min(per_unit, max(1, most_warps // num_warps))
+    if target.name == "sm_90" and per_unit * num_warps <= most_warps:
+        # Left to itself, the compiler has loads wait for each other to save registers that nobody else takes.
+        most_registers = min(255, 65_536 // (target.warp_size * num_warps * per_unit) // 8 * 8)
     # Rounding up may have left the last programs nothing.
     split = -(-n_steps // (num_warps * steps * iterations))
     return DecodeConfig(
