@@ -175,8 +175,9 @@ def test_graphs_may_run_at_the_same_time(name: str, m: int) -> None:
     inputs = [random(m, k) for _ in range(2)]
     one.call(inputs[0])
     graphs, results, streams = [torch.cuda.CUDAGraph() for _ in inputs], [], [torch.cuda.Stream() for _ in inputs]
-    for graph, x in zip(graphs, inputs, strict=True):
-        with torch.cuda.graph(graph):
+    for graph, stream, x in zip(graphs, streams, inputs, strict=True):
+        # PyTorch gives cuBLAS, which multiplies many rows, one workspace for all graphs captured on a stream.
+        with torch.cuda.graph(graph, stream=stream):
             results.append([one.call(x) for _ in range(8)])
     torch.cuda.synchronize()
     for _ in range(20):
