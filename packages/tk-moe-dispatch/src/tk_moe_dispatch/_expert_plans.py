@@ -1,0 +1,290 @@
+"""How tokens go through experts: check, choose the backend and the launches, allocate, launch.
+
+Weights of gate and up are two tensors [experts, F, H] of the same strides, which may be views of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.launch import PreparedLaunch, allocator, launch_target
+from tk_moe_dispatch._checks import check_fused_experts, check_layer
+from tk_moe_dispatch._gemm_launch import (
+    SortedExperts,
+    StreamedExperts,
+    experts_config,
+)
+from tk_moe_dispatch._gemm_plans import (
+    PLAIN,
+    Activation,
+    fit_descriptors,
+    gemm_launch,
+    stream_down_launch,
+    stream_up_launch,
+)
+from tk_moe_dispatch._plans import (
+    Plan,
+    combination,
+    contiguous,
+    gather_plan,
+    planned,
+    rows_of,
+    schedule_plan,
+)
+from tk_moe_dispatch._reference import (
+    expert_capacity,
+    fused_experts_torch,
+    fused_moe_forward_torch,
+    gate_and_up,
+)
+from tk_moe_dispatch._routing_plans import moe_router_plan
+
+
+def fused_experts(*arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = fused_experts_plan(*arguments)(*arguments[:10])
+    return result
+
+
+def fused_moe_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output, indices, weights = fused_moe_forward_plan(*arguments)(*arguments[:5])
+    return output, indices, weights
+
+
+def fused_experts_plan(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    expert_map: Any,
+    w13_bias: Any,
+    w2_bias: Any,
+    shared_w13: Any,
+    shared_w2: Any,
+    layout: Any,
+    alpha: Any,
+    beta: Any,
+    limit: Any,
+    capacity_factor: Any,
+) -> Plan:
+    """Return the function that applies the experts that tokens like these are routed to, and those all share."""
+    operands = x, w13, w2, topk_weights, topk_ids, expert_map, w13_bias, w2_bias, shared_w13, shared_w2
+    settings = layout, alpha, beta, limit, capacity_factor
+
+    def make() -> Plan:
+        check_fused_experts(*operands, *settings)
+        if topk_ids.numel() == 0 or w13.numel() == 0 or backend_of("x", x) == "reference":
+            names = ("expert_map", "w13_bias", "w2_bias", "shared_w13", "shared_w2")
+            keywords = {"layout": layout, "alpha": alpha, "beta": beta, "limit": limit}
+            keywords["capacity_factor"] = capacity_factor
+
+            def by_reference(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, *rest: Any) -> Any:
+                optional: dict[str, Any] = dict(zip(names, rest, strict=True))
+                return fused_experts_torch(x, w13, w2, weights, ids, **optional, **keywords)
+
+            return by_reference
+        activation = float(alpha), float(beta), float("inf") if limit is None else float(limit)
+        rows, shape = rows_of(x), x.shape
+        n_tokens, device = rows.shape[0], x.device
+        capacity = expert_capacity(topk_ids.numel(), w13 if expert_map is None else expert_map, capacity_factor)
+        gate_bias, up_bias = (None, None) if w13_bias is None else gate_and_up(w13_bias, layout, axis=-1)
+        experts = (*gate_and_up(w13, layout), w2, topk_ids, expert_map)
+        apply = experts_plan(rows, *experts, gate_bias, up_bias, w2_bias, activation, capacity)
+        new_ids = allocator((n_tokens, 1), torch.int64, device)
+        new_weights = allocator((n_tokens, 1), torch.float32, device)
+        apply_shared: Plan | None = None
+        if shared_w13 is not None:
+            # One more expert, to which every token goes.
+            gate, up = gate_and_up(shared_w13.unsqueeze(0), layout)
+            none = None, None, None, None
+            apply_shared = experts_plan(rows, gate, up, shared_w2.unsqueeze(0), new_ids(), *none, activation, None)
+
+        def apply_all(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, expert_map: Any, *rest: Any) -> Any:
+            w13_bias, w2_bias, shared_w13, shared_w2 = rest
+            x, shared = rows_of(x), None
+            if apply_shared is not None:
+                expert = (*gate_and_up(shared_w13.unsqueeze(0), layout), shared_w2.unsqueeze(0))
+                ones, zeros = new_weights().fill_(1.0), new_ids().zero_()
+                shared = apply_shared(x, *expert, ones, zeros, None, None, None, None, None)
+            biases = (None, None) if w13_bias is None else gate_and_up(w13_bias, layout, axis=-1)
+            experts = (*gate_and_up(w13, layout), w2)
+            return apply(x, *experts, weights, ids, expert_map, *biases, w2_bias, shared).view(shape)
+
+        return apply_all
+
+    return planned(("fused_experts", *settings), operands, make)
+
+
+def fused_moe_forward_plan(
+    hidden: Any,
+    router_weight: Any,
+    w_gate: Any,
+    w_up: Any,
+    w_down: Any,
+    num_experts: Any,
+    top_k: Any,
+    gating: Any,
+) -> Plan:
+    """Return the function that routes tokens like these and takes them through their experts."""
+    operands, settings = (hidden, router_weight, w_gate, w_up, w_down), (num_experts, top_k, gating)
+
+    def make() -> Plan:
+        check_layer(*operands, *settings)
+        if hidden.numel() == 0 or w_gate.numel() == 0 or backend_of("hidden", hidden) == "reference":
+            reference: Plan = fused_moe_forward_torch
+            return lambda *tensors: reference(*tensors, *settings)
+        routing = top_k, gating, False, None, None, 1.0
+        route = moe_router_plan(hidden, router_weight, None, None, *routing, wants_logits=False)
+        shape = hidden.shape
+        ids = torch.empty((*shape[:-1], top_k), dtype=torch.int64, device=hidden.device)
+        activation = PLAIN
+        experts = (w_gate, w_up, w_down)
+        apply = experts_plan(rows_of(hidden), *experts, ids, None, None, None, None, activation, None)
+
+        def forward(hidden: Any, router_weight: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
+            ids, weights, _ = route(hidden, router_weight, None, None)
+            experts = (w_gate, w_up, w_down)
+            y = apply(rows_of(hidden), *experts, weights, ids, None, None, None, None, None)
+            return y.view(shape), ids, weights
+
+        return forward
+
+    return planned(("fused_moe_forward", *settings), operands, make)
+
+
+def experts_plan(
+    x: Any,
+    gate: Any,
+    up: Any,
+    down: Any,
+    topk_ids: Any,
+    expert_map: Any,
+    gate_bias: Any,
+    up_bias: Any,
+    down_bias: Any,
+    activation: Activation,
+    capacity: int | None,
+) -> Plan:
+    """Return the function that applies to every token its experts, and adds up what they return.
+
+    Args:
+        x: [T, H] with neighbouring elements in a row.
+        gate: [experts, F, H].
+        up: [experts, F, H].
+        down: [experts, H, F].
+        topk_ids: int32 or int64 [..., top_k].
+        expert_map: As for `schedule_plan`.
+        gate_bias: [experts, F], or None.
+        up_bias: [experts, F] with the strides of `gate_bias`, or None.
+        down_bias: [experts, H], or None.
+        activation: Of SwiGLU.
+        capacity: As for `schedule_plan`.
+
+    Returns:
+        A function of `x`, `gate`, `up`, `down`, routing weights, `topk_ids`, `expert_map`, the three biases, and what
+        is to be added, [T, H] or None.
+    """
+    top_k, n_slots, n_tokens, device = topk_ids.shape[-1], topk_ids.numel(), x.shape[0], x.device
+    n_experts, ffn_size, width = gate.shape
+    gate, up = in_rows(gate, up)
+    (down,) = in_rows(down)
+    descriptors = take_descriptors(gate, up, down)
+    config = experts_config(n_tokens, top_k, n_experts, width, ffn_size, descriptors, launch_target(device))
+    new_h = allocator((n_slots, ffn_size), x.dtype, device)
+    if isinstance(config, StreamedExperts):
+        n_all = n_experts if expert_map is None else expert_map.shape[0]
+        to_h = stream_up_launch(config.up, x, top_k, n_all, gate, gate_bias, activation)
+        to_y = stream_down_launch(config.down, n_tokens, top_k, n_all, down, down_bias)
+        new_y = allocator((n_tokens, width), x.dtype, device)
+        is_bounded = capacity is not None and n_tokens > 1
+        bound = schedule_plan(topk_ids, expert_map, n_experts, capacity) if is_bounded else None
+
+        def stream(x: Any, gate: Any, up: Any, down: Any, weights: Any, ids: Any, expert_map: Any, *rest: Any) -> Any:
+            gate_bias, up_bias, down_bias, shared = rest
+            (gate, up), (down,) = in_rows(gate, up), in_rows(down)
+            ids, weights, expert_map = ids.contiguous(), weights.contiguous(), contiguous(expert_map)
+            if bound is not None:
+                positions = bound(ids, expert_map)[2]
+                ids = torch.where(positions.view_as(ids) < 0, -1, ids)
+            h, y = new_h(), new_y()
+            to_h(h, x, ids, gate, up, expert_map, gate_bias, up_bias)
+            to_y(y, h, ids, weights, down, expert_map, down_bias, shared)
+            return y
+
+        return stream
+    schedule = schedule_plan(topk_ids, expert_map, n_experts, capacity, config.up.block_m)
+    gather = None if config.gathers else gather_plan(x, n_slots, top_k)
+    to_h, to_slots = products(config, x, n_slots, top_k, gate, down, gate_bias, down_bias, activation, scatters=True)
+    new_rows = allocator((n_slots, width), x.dtype, device)
+    combine = combination(n_tokens, top_k, width, x.dtype, device, is_sorted=False)
+
+    def sort(x: Any, gate: Any, up: Any, down: Any, weights: Any, ids: Any, expert_map: Any, *rest: Any) -> Any:
+        gate_bias, up_bias, down_bias, shared = rest
+        (gate, up), (down,) = in_rows(gate, up), in_rows(down)
+        if descriptors:
+            gate, up, down = aligned(gate, up, down)
+        sorted_slots, _, positions, tiles = schedule(ids, expert_map)
+        if gather is not None:
+            x = gather(x, sorted_slots)
+        h, rows = new_h(), new_rows()
+        to_h(h, x, tiles, sorted_slots, gate, up, None, gate_bias, up_bias)
+        to_slots(rows, h, tiles, sorted_slots, down, down, weights.contiguous(), down_bias)
+        return combine(rows, positions) if shared is None else combine(rows, positions, None, shared)
+
+    return sort
+
+
+def products(
+    config: SortedExperts,
+    x: torch.Tensor,
+    n_slots: int,
+    top_k: int,
+    gate: torch.Tensor,
+    down: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: Activation,
+    *,
+    scatters: bool,
+) -> tuple[PreparedLaunch, PreparedLaunch]:
+    """Return the launches of the products with gate and up, and with the down projection."""
+    ffn_size, width = gate.shape[1:]
+    rows = x if config.gathers else torch.empty((n_slots, width), dtype=x.dtype, device=x.device)
+    h = torch.empty((n_slots, ffn_size), dtype=x.dtype, device=x.device)
+    to_h = gemm_launch(
+        config.up,
+        rows,
+        gate,
+        gate_bias,
+        gated=True,
+        gathers=config.gathers,
+        top_k=top_k,
+        activation=activation,
+    )
+    return to_h, gemm_launch(config.down, h, down, down_bias, scatters=scatters)
+
+
+def in_rows(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Bring weights to neighbouring elements in each row, and all to the same strides."""
+    if len({weight.stride() for weight in weights}) > 1 or weights[0].stride(-1) != 1:
+        return tuple(weight.contiguous() for weight in weights)
+    return weights
+
+
+def take_descriptors(*tensors: torch.Tensor) -> bool:
+    """Whether descriptors reach tensors, if only they begin at a multiple of 16 bytes."""
+    like = (torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta") for part in tensors)
+    return launch_target(tensors[0].device).is_hopper_or_later and fit_descriptors(*like)
+
+
+def aligned(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Bring tensors to multiples of 16 bytes, with their strides, which launches have been prepared for."""
+    if any(tensor.data_ptr() % 16 for tensor in tensors):
+        return tuple(
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+            for tensor in tensors
+        )
+    return tensors

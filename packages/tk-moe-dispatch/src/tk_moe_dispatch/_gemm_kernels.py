@@ -1,0 +1,226 @@
+"""Device code: products of many tokens with the weights of the experts that they are sent to.
+
+A slot is one of the top_k choices of a token, number token * top_k + choice. A sorted row is a slot's place in the
+order of experts, and `slots` says which slot a row is. `tiles` is int32 [n, 4]: expert, first row, end of the expert's
+rows, and the number of tiles.
+
+Weights are [experts, n, k] with neighbouring elements along k. Where SwiGLU follows there are two of them, for gate
+and up, with the same strides: halves of one tensor, for instance, or its even and odd rows. Else the second is not
+read. Biases are [experts, n], two of them with the same strides likewise.
+"""
+
+import triton
+import triton.language as tl
+
+from tk_kernel_core.gemm_kernels import wait_for_predecessor
+
+
+@triton.jit
+def swiglu(gate, up, alpha, beta, limit):
+    """Return gate * sigmoid(alpha * gate) * (up + beta) in fp32; gate is clamped from above, up on both sides."""
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    # Where the exponential is infinite, the quotient is the zero that it should be.
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + beta)
+
+
+@triton.jit
+def _place(index, n_row_tiles, n_feature_tiles, GROUP_M: tl.constexpr):
+    """Return which tile of rows and which of features an index stands for.
+
+    GROUP_M tiles of rows are gone through together, rows first: those of one expert find its weights in L2.
+    """
+    first = index // (GROUP_M * n_feature_tiles) * GROUP_M
+    height = tl.minimum(n_row_tiles - first, GROUP_M)
+    within = index % (GROUP_M * n_feature_tiles)
+    return first + within % height, within // height
+
+
+@triton.jit
+def _load_step(row_ptrs, start, k, WHOLE_STEPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load BLOCK_K columns from `start` on; what lies beyond k, unless these are WHOLE_STEPS, counts as 0."""
+    columns = start + tl.arange(0, BLOCK_K)[None, :]
+    if WHOLE_STEPS:
+        return tl.load(row_ptrs + columns)
+    else:
+        return tl.load(row_ptrs + columns, mask=columns < k, other=0.0)
+
+
+@triton.jit
+def _load_weight(weight, offsets, expert, first_feature, start, k, WHOLE_STEPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load [BLOCK_N, BLOCK_K] of an expert's weight, a descriptor where offsets is None."""
+    if offsets is None:
+        # What lies beyond the tensor is 0.
+        w = weight.load([expert, first_feature, start])
+        return tl.reshape(w, [w.shape[1], w.shape[2]])
+    else:
+        return _load_step(weight + offsets, start, k, WHOLE_STEPS, BLOCK_K)
+
+
+@triton.jit
+def _accumulate(total, x, w, SWAPPED: tl.constexpr):
+    if SWAPPED:
+        return tl.dot(w, x.T, total)
+    else:
+        return tl.dot(x, w.T, total)
+
+
+@triton.jit
+def _multiply(
+    x,
+    slots_ptr,
+    weight,
+    up_weight,
+    expert,
+    first_row,
+    end_row,
+    first_feature,
+    stride_x,
+    stride_expert,
+    stride_feature,
+    n,
+    k,
+    top_k,
+    WHOLE_STEPS: tl.constexpr,
+    GATHER: tl.constexpr,
+    GATED: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return a tile of x @ weight[expert].T and, if GATED, of x @ up_weight[expert].T; [BLOCK_M, BLOCK_N], fp32."""
+    X_BY_POINTER: tl.constexpr = GATHER or not DESCRIPTORS
+    if X_BY_POINTER:
+        # Rows and features that do not exist repeat the last one.
+        rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), end_row - 1)
+        if GATHER:
+            rows = tl.load(slots_ptr + rows) // top_k
+        x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
+    offsets = None
+    if not DESCRIPTORS:
+        features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), n - 1)
+        offsets = expert.to(tl.int64) * stride_expert + features.to(tl.int64)[:, None] * stride_feature
+    if SWAPPED:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_total = total
+    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        if X_BY_POINTER:
+            x_tile = _load_step(x_ptrs, start, k, WHOLE_STEPS, BLOCK_K)
+        else:
+            x_tile = x.load([first_row, start])
+        w = _load_weight(weight, offsets, expert, first_feature, start, k, WHOLE_STEPS, BLOCK_K)
+        total = _accumulate(total, x_tile, w, SWAPPED)
+        if GATED:
+            w = _load_weight(up_weight, offsets, expert, first_feature, start, k, WHOLE_STEPS, BLOCK_K)
+            up_total = _accumulate(up_total, x_tile, w, SWAPPED)
+    if SWAPPED:
+        return total.T, up_total.T
+    else:
+        return total, up_total
+
+
+@triton.jit
+def add_bias(values, bias_ptr, expert, features, stride_bias, step_bias, n):
+    """Add an expert's bias, if there is one, to what belongs to the features."""
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * stride_bias + features * step_bias
+        values += tl.load(bias_ptrs, mask=features < n, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def expert_gemm_kernel(
+    out_ptr,
+    x,
+    tiles_ptr,
+    slots_ptr,
+    weight,
+    up_weight,
+    routing_ptr,
+    bias_ptr,
+    up_bias_ptr,
+    stride_x,
+    stride_expert,
+    stride_feature,
+    stride_bias,
+    step_bias,
+    n,
+    k,
+    top_k,
+    alpha,
+    beta,
+    limit,
+    WHOLE_STEPS: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    GATED: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """out = x @ weight.T + bias, expert by expert; a program goes through tiles.
+
+    GATHER: rows of x are tokens, stride_x apart, else sorted rows. GATED: out is SwiGLU of the products with weight and
+    up_weight. SCATTER: rows of out are slots, else sorted rows; each is multiplied by its element of routing, if that
+    is given. SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time.
+    WHOLE_STEPS: k is a multiple of BLOCK_K. Weights are DESCRIPTORS of blocks [1, BLOCK_N, BLOCK_K], and x, unless
+    gathered, of blocks [BLOCK_M, BLOCK_K]; or all are pointers. out is contiguous.
+    """
+    n_feature_tiles = tl.cdiv(n, BLOCK_N)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    n_row_tiles = tl.load(tiles_ptr + 3)
+    for index in tl.range(tl.program_id(0), n_row_tiles * n_feature_tiles, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, feature_tile = _place(index, n_row_tiles, n_feature_tiles, GROUP_M)
+        expert = tl.load(tiles_ptr + row_tile * 4)
+        first_row = tl.load(tiles_ptr + row_tile * 4 + 1)
+        end_row = tl.load(tiles_ptr + row_tile * 4 + 2)
+        total, up_total = _multiply(
+            x,
+            slots_ptr,
+            weight,
+            up_weight,
+            expert,
+            first_row,
+            end_row,
+            feature_tile * BLOCK_N,
+            stride_x,
+            stride_expert,
+            stride_feature,
+            n,
+            k,
+            top_k,
+            WHOLE_STEPS,
+            GATHER,
+            GATED,
+            SWAPPED,
+            DESCRIPTORS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
+        features = feature_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        total = add_bias(total, bias_ptr, expert, features, stride_bias, step_bias, n)
+        if GATED:
+            up_total = add_bias(up_total, up_bias_ptr, expert, features, stride_bias, step_bias, n)
+            total = swiglu(total, up_total, alpha, beta, limit)
+        rows = first_row + tl.arange(0, BLOCK_M)[:, None]
+        row_exists = rows < end_row
+        if SCATTER:
+            rows = tl.load(slots_ptr + rows, mask=row_exists, other=0)
+        if routing_ptr is not None:
+            total *= tl.load(routing_ptr + rows, mask=row_exists, other=0.0).to(tl.float32)
+        out_ptrs = out_ptr + rows.to(tl.int64) * n + features
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_exists & (features < n))

@@ -1,0 +1,212 @@
+"""Launch choices of the products with experts' weights: pure functions of shapes and the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tk_moe_dispatch._launch import max_tiles
+
+if TYPE_CHECKING:
+    from tk_kernel_core.targets import Target
+
+_ELEMENTS_PER_THREAD = 8
+"""Of 16 bits, in the 16 bytes of one load."""
+
+_Tile = tuple[int, int, bool, int, int, int]
+"""block_n, block_k, swapped, stages, warps, and programs that share a multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """How `expert_gemm_kernel` is launched.
+
+    Attributes:
+        block_m: Sorted rows per tile.
+        block_n: Features per tile; as many again of up where there are gate and up.
+        block_k: Columns per step.
+        swapped: Whether the weights are the first operand of the matrix units.
+        group_m: Tiles of rows that are gone through together.
+        stages: Steps in flight or in work at a time.
+        num_warps: Warps per program.
+        flatten: Whether the loads for a program's next tile begin while it finishes one.
+        descriptors: Whether the weights, and x in sorted rows, are read through descriptors.
+        n_programs: Programs in the grid.
+        dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    swapped: bool
+    group_m: int
+    stages: int
+    num_warps: int
+    flatten: bool
+    descriptors: bool
+    n_programs: int
+    dependent_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """How `stream_up_kernel` or `stream_down_kernel` is launched.
+
+    Attributes:
+        block_n: Features per program.
+        block_k: Columns per step.
+        num_warps: Warps per program.
+        dependent_launch: As in `GemmConfig`.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    dependent_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SortedExperts:
+    """How tokens go through experts in the order of these.
+
+    Attributes:
+        gathers: Whether the first product finds the rows' tokens itself, or takes a sorted copy of them.
+        up: The products with gate and up.
+        down: The product with the down projection. Its tiles have the same rows.
+    """
+
+    gathers: bool
+    up: GemmConfig
+    down: GemmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedExperts:
+    """How tokens go through experts one slot at a time, with nothing sorted or combined.
+
+    Attributes:
+        up: The products with gate and up.
+        down: The product with the down projection, and the sum over a token's slots.
+    """
+
+    up: StreamConfig
+    down: StreamConfig
+
+
+def experts_config(
+    n_tokens: int,
+    top_k: int,
+    n_experts: int,
+    hidden_size: int,
+    ffn_size: int,
+    descriptors: bool,
+    target: Target,
+) -> SortedExperts | StreamedExperts:
+    """Choose how tokens go through their experts.
+
+    Args:
+        n_tokens: Tokens, from 1.
+        top_k: Slots of a token.
+        n_experts: Experts that have weights here.
+        hidden_size: Features of a token.
+        ffn_size: Features inside an expert.
+        descriptors: Whether all weights lie as descriptors can read them.
+        target: The GPU.
+    """
+    n_slots = n_tokens * top_k
+    # Slots that meet at an expert read it twice.
+    if n_tokens == 1 or 8 * n_slots <= n_experts:
+        return StreamedExperts(stream_config(hidden_size, True, target), stream_config(ffn_size, False, target))
+    block_m = rows_per_tile(n_slots, n_experts, target)
+    up = gemm_config(block_m, n_slots, n_experts, ffn_size, True, descriptors, target)
+    down = gemm_config(block_m, n_slots, n_experts, hidden_size, False, descriptors, target)
+    return SortedExperts(block_m == 16 or not up.descriptors, up, down)
+
+
+def rows_per_tile(n_rows: int, n_experts: int, target: Target) -> int:
+    """Choose the sorted rows per tile.
+
+    A tile that is not full multiplies in vain, and a second one for an expert reads its weights again.
+
+    Args:
+        n_rows: Sorted rows.
+        n_experts: Experts.
+        target: The GPU.
+    """
+    rows_per_expert = n_rows / n_experts
+    if rows_per_expert <= 16:
+        return 16
+    if rows_per_expert <= 40:
+        return 32
+    return 64 if rows_per_expert <= 64 or target.backend == "hip" else 128
+
+
+def gemm_config(
+    block_m: int, n_rows: int, n_experts: int, n: int, gated: bool, descriptors: bool, target: Target
+) -> GemmConfig:
+    """Choose how sorted rows are multiplied.
+
+    Args:
+        block_m: Rows per tile, of `rows_per_tile`.
+        n_rows: Sorted rows, from 1.
+        n_experts: Experts.
+        n: Features of the result.
+        gated: Whether it comes of gate and up.
+        descriptors: Whether the operands lie as descriptors can read them.
+        target: The GPU.
+    """
+    # Elsewhere Triton makes loads of them, and slower ones than it makes of pointers.
+    descriptors &= target.is_hopper_or_later
+    tile: _Tile
+    if target.backend == "hip":
+        # Without copies that bypass registers, further stages only take registers and LDS. Swapped, and with 8 results
+        # for each thread, stores are of 16 bytes.
+        tile = (128 if block_m == 16 else 64, 64, True, 2, 4, 2)
+    elif not target.is_hopper_or_later:
+        tile = (64, 64, False, 3, 8 if block_m == 128 else 4, 2)
+    elif not descriptors:
+        # Loads are narrow and their addresses many: a small tile keeps them in registers.
+        tile = (32, 32, False, 2, 8 if block_m >= 64 else 4, 4)
+    elif block_m == 16:
+        tile = (64, 128 if gated else 256, True, 5, 4, 1)
+    elif block_m <= 64:
+        tile = (64, 128, True, 5 if block_m == 32 else 4, 4, 1)
+    else:
+        tile = (128 if gated else 256, 64, False, 4, 8, 1)
+    block_n, block_k, swapped, stages, num_warps, programs_per_unit = tile
+    if target.arch != 90:
+        # Beyond Hopper, what a fifth one needs in registers spills.
+        stages = min(stages, 4)
+    n_tiles = max_tiles(n_rows, n_experts, block_m) * -(-n // block_n)
+    return GemmConfig(
+        block_m,
+        block_n,
+        block_k,
+        swapped,
+        8 if block_m >= 128 else 32,
+        stages,
+        num_warps,
+        False,
+        descriptors,
+        min(n_tiles, programs_per_unit * target.compute_units),
+        target.is_hopper_or_later,
+    )
+
+
+def stream_config(k: int, gated: bool, target: Target) -> StreamConfig:
+    """Choose how the weights of single slots are read.
+
+    Args:
+        k: Columns of the weights.
+        gated: Whether there are gate and up.
+        target: The GPU.
+    """
+    # A thread holds sums for 64 of its products, over gate and up together.
+    threads = 128 if k % 1024 == 0 or k > 4096 else 64
+    num_warps = target.warps(threads)
+    return StreamConfig(
+        4 if gated else 8,
+        _ELEMENTS_PER_THREAD * num_warps * target.warp_size,
+        num_warps,
+        target.is_hopper_or_later,
+    )

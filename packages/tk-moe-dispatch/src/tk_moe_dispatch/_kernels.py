@@ -1,0 +1,238 @@
+"""Device code: the order of tokens by their experts, there and back.
+
+A slot is one of a token's TOP_K choices, number token * TOP_K + choice. A sorted row is a slot's place in the order of
+experts. Tensors are contiguous, except for rows that are reached by a stride: it comes in units of ALIGNMENT elements,
+which shows the compiler how wide it may load.
+"""
+
+import triton
+import triton.language as tl
+
+from tk_kernel_core.gemm_kernels import wait_for_predecessor
+
+
+@triton.jit
+def local_experts(ids_ptr, map_ptr, slots, n_slots, n_all, n_experts):
+    """Return the number here of each slot's expert, n_experts for one that is not here."""
+    ids = tl.load(ids_ptr + slots, mask=slots < n_slots, other=-1)
+    if map_ptr is not None:
+        ids = tl.load(map_ptr + ids, mask=(ids >= 0) & (ids < n_all), other=-1)
+    return tl.where((ids >= 0) & (ids < n_experts), ids, n_experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["n_slots", "n_all", "n_experts"])
+def count_kernel(
+    counts_ptr,
+    ids_ptr,
+    map_ptr,
+    n_slots,
+    n_all,
+    n_experts,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """counts[i, e] = slots of expert e among those from i * CHUNK to (i + 1) * CHUNK; rows have BLOCK_E elements."""
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    expert = local_experts(ids_ptr, map_ptr, chunk * CHUNK + tl.arange(0, CHUNK), n_slots, n_all, n_experts)
+    counts = tl.histogram(expert, BLOCK_E, mask=expert < n_experts)
+    tl.store(counts_ptr + chunk.to(tl.int64) * BLOCK_E + experts, counts)
+
+
+@triton.jit
+def _write_tiles(tiles_ptr, starts, ends, n_tiles, block_m, BLOCK_E: tl.constexpr, BLOCK_TILES: tl.constexpr):
+    """Cut the rows of each expert into tiles; all programs take part."""
+    program, n_programs = tl.program_id(0), tl.num_programs(0)
+    its_tiles = tl.cdiv(ends - starts, block_m)
+    first_tiles = tl.cumsum(its_tiles, axis=0) - its_tiles
+    n_real_tiles = tl.minimum(tl.sum(its_tiles, axis=0), n_tiles)
+    fields = tl.arange(0, 4)[None, :]
+    experts = tl.arange(0, BLOCK_E)[:, None]
+    tile = tl.where(fields == 0, experts, tl.where(fields == 2, ends[:, None], n_real_tiles))
+    # One tile of every expert at a time.
+    for step in tl.range(program, tl.max(its_tiles, axis=0), n_programs):
+        places = (first_tiles + step)[:, None]
+        mask = (step < its_tiles)[:, None] & (places < n_tiles)
+        first_rows = (starts + step * block_m)[:, None]
+        tl.store(tiles_ptr + places * 4 + fields, tl.where(fields == 1, first_rows, tile), mask=mask)
+    no_tile = tl.where(fields == 0, -1, tl.where(fields == 3, n_real_tiles, 0))
+    for first in tl.range(program * BLOCK_TILES, n_tiles, n_programs * BLOCK_TILES):
+        places = first + tl.arange(0, BLOCK_TILES)[:, None]
+        mask = (places >= n_real_tiles) & (places < n_tiles)
+        tl.store(tiles_ptr + places * 4 + fields, no_tile, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_slots", "n_tiles", "capacity", "block_m", "n_all", "n_experts"])
+def schedule_kernel(
+    sorted_ptr,
+    offsets_ptr,
+    positions_ptr,
+    ids_ptr,
+    counts_ptr,
+    tiles_ptr,
+    map_ptr,
+    n_slots,
+    n_tiles,
+    capacity,
+    block_m,
+    n_all,
+    n_experts,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Sort slots by expert, those of one expert in their own order; a program places those of one chunk.
+
+    positions is the sorted row of each slot, sorted its inverse, offsets the first row of each expert; -1 is for none.
+    tiles [n_tiles, 4] cut the rows of each expert into blocks of block_m: expert, first row, end of the expert's rows,
+    number of tiles; those beyond that number have the expert -1. An expert serves no more than `capacity` slots.
+    counts are those of count_kernel, or None where there is a single chunk.
+    """
+    chunk, n_chunks = tl.program_id(0), tl.num_programs(0)
+    experts = tl.arange(0, BLOCK_E)
+    local = tl.arange(0, CHUNK)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    expert = local_experts(ids_ptr, map_ptr, chunk * CHUNK + local, n_slots, n_all, n_experts)
+    if counts_ptr is None:
+        total = tl.histogram(expert, BLOCK_E, mask=expert < n_experts)
+        before = tl.zeros([BLOCK_E], tl.int32)
+    else:
+        sums = tl.zeros([BLOCK_C, BLOCK_E], tl.int32)
+        sums_before = tl.zeros([BLOCK_C, BLOCK_E], tl.int32)
+        for first in tl.range(0, n_chunks, BLOCK_C):
+            chunks = first + tl.arange(0, BLOCK_C)[:, None]
+            counts_ptrs = counts_ptr + chunks.to(tl.int64) * BLOCK_E + experts[None, :]
+            counts = tl.load(counts_ptrs, mask=chunks < n_chunks, other=0)
+            sums += counts
+            sums_before += tl.where(chunks < chunk, counts, 0)
+        total, before = tl.sum(sums, axis=0), tl.sum(sums_before, axis=0)
+    kept = tl.minimum(total, capacity)
+    ends = tl.cumsum(kept, axis=0)
+    n_rows = tl.sum(kept, axis=0)
+    if chunk == 0:
+        tl.store(offsets_ptr + experts, ends - kept, mask=experts < n_experts)
+        tl.store(offsets_ptr + n_experts, n_rows)
+
+    # How many slots before it are of the same expert.
+    same = tl.zeros([BLOCK_J, CHUNK], tl.int32)
+    for first in tl.range(0, CHUNK, BLOCK_J):
+        others = first + tl.arange(0, BLOCK_J)[:, None]
+        other = local_experts(ids_ptr, map_ptr, chunk * CHUNK + others, n_slots, n_all, n_experts)
+        same += ((other == expert[None, :]) & (others < local[None, :])).to(tl.int32)
+    index = tl.minimum(expert, BLOCK_E - 1)
+    rank = tl.sum(same, axis=0) + tl.gather(before, index, 0)
+    is_kept = (expert < n_experts) & (rank < capacity)
+    rows = tl.gather(ends - kept, index, 0) + rank
+    slots = chunk * CHUNK + local
+    tl.store(positions_ptr + slots, tl.where(is_kept, rows, -1), mask=slots < n_slots)
+    tl.store(sorted_ptr + rows, slots, mask=is_kept)
+    tl.store(sorted_ptr + slots, -1, mask=(slots >= n_rows) & (slots < n_slots))
+
+    if tiles_ptr is not None:
+        _write_tiles(tiles_ptr, ends - kept, ends, n_tiles, block_m, BLOCK_E, BLOCK_TILES)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles", "block_m", "n_experts"])
+def tiles_kernel(
+    tiles_ptr,
+    offsets_ptr,
+    n_rows,
+    n_tiles,
+    block_m,
+    n_experts,
+    BLOCK_E: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Make the tiles of schedule_kernel from offsets alone, which may be anything: tiles stay within n_rows."""
+    experts = tl.arange(0, BLOCK_E)
+    mask = experts < n_experts
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    starts = tl.load(offsets_ptr + experts, mask=mask, other=0).to(tl.int64)
+    ends = tl.load(offsets_ptr + experts + 1, mask=mask, other=0).to(tl.int64)
+    starts = tl.minimum(tl.maximum(starts, 0), n_rows).to(tl.int32)
+    ends = tl.minimum(tl.maximum(ends, 0), n_rows).to(tl.int32)
+    _write_tiles(tiles_ptr, starts, tl.maximum(starts, ends), n_tiles, block_m, BLOCK_E, BLOCK_TILES)
+
+
+@triton.jit(do_not_specialize=["n_rows", "stride_x", "stride_out", "top_k"])
+def permute_kernel(
+    out_ptr,
+    x_ptr,
+    sorted_ptr,
+    n_rows,
+    stride_x,
+    stride_out,
+    top_k,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """out[row] = x[sorted[row] // top_k], and zeros where sorted is -1.
+
+    Rows of x are stride_x * ALIGNMENT elements apart, those of out, as many as they have, stride_out * ALIGNMENT.
+    """
+    width = stride_out * ALIGNMENT
+    n_tiles_h = tl.cdiv(width, BLOCK_H)
+    rows = tl.program_id(0) // n_tiles_h * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
+    columns = tl.program_id(0) % n_tiles_h * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+    mask = (rows < n_rows) & (columns < width)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    slots = tl.load(sorted_ptr + rows, mask=rows < n_rows, other=-1)
+    x_ptrs = x_ptr + (slots // top_k).to(tl.int64) * stride_x * ALIGNMENT + columns
+    x = tl.load(x_ptrs, mask=mask & (slots >= 0), other=0.0)
+    tl.store(out_ptr + rows.to(tl.int64) * stride_out * ALIGNMENT + columns, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "stride"])
+def combine_kernel(
+    out_ptr,
+    y_ptr,
+    positions_ptr,
+    weights_ptr,
+    shared_ptr,
+    n_tokens,
+    stride,
+    ALIGNMENT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SORTED: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """out[token] = sum of y over its slots with a position, times weights, in fp32 and in their order; + shared.
+
+    y has the slots' rows in the order of positions if SORTED, else in their own. Without positions, all slots count.
+    Rows have stride * ALIGNMENT elements.
+    """
+    width = stride * ALIGNMENT
+    n_tiles_h = tl.cdiv(width, BLOCK_H)
+    tokens = tl.program_id(0) // n_tiles_h * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
+    columns = tl.program_id(0) % n_tiles_h * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+    is_token, is_column = tokens < n_tokens, columns < width
+    out_offsets = tokens.to(tl.int64) * stride * ALIGNMENT + columns
+    wait_for_predecessor(DEPENDENT_LAUNCH)
+    acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for choice in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
+        slots = tokens * TOP_K + choice
+        is_here, rows = is_token, slots
+        if positions_ptr is not None:
+            positions = tl.load(positions_ptr + slots, mask=is_token, other=-1)
+            is_here = (positions >= 0) & (positions < n_tokens * TOP_K)
+            if SORTED:
+                rows = positions
+        y_ptrs = y_ptr + rows.to(tl.int64) * stride * ALIGNMENT + columns
+        y = tl.load(y_ptrs, mask=is_here & is_column, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            y *= tl.load(weights_ptr + slots, mask=is_here, other=0.0).to(tl.float32)
+        acc += y
+    if shared_ptr is not None:
+        acc += tl.load(shared_ptr + out_offsets, mask=is_token & is_column, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=is_token & is_column)

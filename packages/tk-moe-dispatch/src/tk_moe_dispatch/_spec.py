@@ -1,0 +1,191 @@
+"""What the tools need to know: the cases, their inputs, their cost, what they are held against."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from tk_kernel_core import baselines
+from tk_kernel_core.numerics import rounding_tolerance
+from tk_kernel_core.spec import Case, CaseValue, Cost, Inputs, KernelSpec, Tolerance
+from tk_moe_dispatch._expert_ops import fused_experts
+from tk_moe_dispatch._ops import moe_router
+from tk_moe_dispatch._reference import fused_experts_torch, moe_router_torch
+
+_MIXTRAL: dict[str, CaseValue] = {
+    "n_experts": 8,
+    "top_k": 2,
+    "hidden": 4096,
+    "ffn": 14_336,
+    "dtype": "bfloat16",
+    "gating": "softmax",
+    "renormalize": True,
+    "n_groups": None,
+    "topk_groups": None,
+    "scaling": 1.0,
+    "shared_ffn": 0,
+}
+_QWEN2 = {**_MIXTRAL, "n_experts": 64, "top_k": 8, "hidden": 3584, "ffn": 2560, "renormalize": False}
+_DEEPSEEK = {
+    **_MIXTRAL,
+    "n_experts": 256,
+    "top_k": 8,
+    "hidden": 7168,
+    "ffn": 2048,
+    "gating": "sigmoid",
+    "n_groups": 8,
+    "topk_groups": 4,
+    "scaling": 2.5,
+}
+_MODELS = {"mixtral-8x7b": _MIXTRAL, "qwen2-57b": _QWEN2, "deepseek-v3": _DEEPSEEK}
+_SOURCES = {"mixtral-8x7b": "Mixtral-8x7B", "qwen2-57b": "Qwen2-57B-A14B", "deepseek-v3": "DeepSeek-V3"}
+
+# The roof of a case is the larger of two times, both measured beside it: that of a copy of as many bytes as experts,
+# router, tokens and results have, and that of one dense product of as many operations.
+_BARS: dict[tuple[str, int], tuple[str, float]] = {
+    ("mixtral-8x7b", 1): ("copy", 1.08),
+    ("mixtral-8x7b", 32): ("copy", 1.02),
+    ("mixtral-8x7b", 128): ("copy", 1.06),
+    ("mixtral-8x7b", 512): ("copy", 1.40),
+    ("mixtral-8x7b", 2048): ("cublas", 1.24),
+    ("mixtral-8x7b", 4096): ("cublas", 1.14),
+    ("qwen2-57b", 1): ("copy", 1.2),
+    ("qwen2-57b", 32): ("copy", 1.0),
+    ("qwen2-57b", 512): ("copy", 1.18),
+    ("qwen2-57b", 4096): ("cublas", 1.27),
+    ("deepseek-v3", 1): ("copy", 1.1),
+    ("deepseek-v3", 32): ("copy", 1.0),
+    ("deepseek-v3", 128): ("copy", 1.0),
+    ("deepseek-v3", 512): ("copy", 1.02),
+    ("deepseek-v3", 4096): ("copy", 1.5),
+}
+
+
+def _headline(model: str, tokens: int) -> Case:
+    kind = "decode" if tokens <= 128 else "prefill"
+    source = f"{_SOURCES[model]}, {tokens} tokens"
+    return Case(f"{model}-{tokens}", {**_MODELS[model], "tokens": tokens}, source, frozenset({kind, "headline"}))
+
+
+_ODD = {"tokens": 5, "n_experts": 9, "top_k": 3, "hidden": 72, "ffn": 40, "n_groups": 3, "topk_groups": 2}
+_CASES = (
+    *(_headline(model, tokens) for model, tokens in _BARS),
+    Case(
+        "odd-sizes",
+        {**_DEEPSEEK, **_ODD, "shared_ffn": 24, "dtype": "float16"},
+        "as DeepSeek-V3, with its shared expert",
+        frozenset({"smoke"}),
+    ),
+)
+
+
+def make_inputs(case: Case, device: str, seed: int) -> Inputs:
+    """Return the tensors and settings of one layer; random, and only shapes on the meta device."""
+    params: dict[str, Any] = dict(case.params)
+    n_experts, hidden, ffn, shared_ffn = params["n_experts"], params["hidden"], params["ffn"], params["shared_ffn"]
+    dtype = getattr(torch, params["dtype"])
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
+
+    def eighths(*shape: int) -> torch.Tensor:
+        return random(*shape, scale=8.0).round_().div_(8.0)
+
+    # Sums of products of eighths are exact, so that the same experts win everywhere, by however little.
+    x, router_weight = eighths(params["tokens"], hidden), eighths(n_experts, hidden)
+    inputs: Inputs = {
+        "x": x,
+        "router_weight": router_weight.mul_(2.0 ** -(hidden.bit_length() // 2)),
+        "correction_bias": None,
+        "w13": random(n_experts, 2 * ffn, hidden, scale=hidden**-0.5),
+        "w2": random(n_experts, hidden, ffn, scale=ffn**-0.5),
+        "shared_w13": random(2 * shared_ffn, hidden, scale=hidden**-0.5) if shared_ffn else None,
+        "shared_w2": random(hidden, shared_ffn, scale=shared_ffn**-0.5) if shared_ffn else None,
+        "bytes_moved": cost(case).bytes_moved,
+    }
+    names = "top_k", "gating", "renormalize", "n_groups", "topk_groups"
+    inputs["routing"] = {**{name: params[name] for name in names}, "routed_scaling_factor": params["scaling"]}
+    if params["n_groups"] is not None:
+        # So small that experts stay about equally loaded.
+        inputs["correction_bias"] = random(n_experts, scale=2.0**-8).float()
+    return inputs
+
+
+def run(inputs: Inputs) -> Any:
+    """Route tokens, and apply the experts."""
+    return _layer(moe_router, fused_experts, inputs)
+
+
+def reference(inputs: Inputs) -> Any:
+    """Return the same by PyTorch operations in float32."""
+    return _layer(moe_router_torch, fused_experts_torch, inputs)
+
+
+def _layer(route: Any, apply: Any, inputs: Inputs) -> Any:
+    x, bias = inputs["x"], inputs["correction_bias"]
+    indices, weights, _ = route(x, inputs["router_weight"], correction_bias=bias, **inputs["routing"])
+    shared = {name: inputs[name] for name in ("shared_w13", "shared_w2")}
+    return apply(x, inputs["w13"], inputs["w2"], weights, indices, **shared)
+
+
+def cost(case: Case) -> Cost:
+    """Count the experts that tokens go to, on average over routings at random, and everything else once."""
+    params: dict[str, Any] = dict(case.params)
+    tokens, n_experts, top_k, hidden = (params[name] for name in ("tokens", "n_experts", "top_k", "hidden"))
+    size = getattr(torch, params["dtype"]).itemsize
+    # An expert is left out by all tokens with this probability.
+    unused = (1 - top_k / n_experts) ** tokens
+    experts = round(n_experts * (1 - unused) * 3 * params["ffn"] * hidden) + 3 * params["shared_ffn"] * hidden
+    read = size * (tokens * hidden + n_experts * hidden + experts) + 4 * n_experts * (params["n_groups"] is not None)
+    products = n_experts + 3 * (top_k * params["ffn"] + params["shared_ffn"])
+    return Cost(
+        2 * tokens * hidden * products, bytes_read=read, bytes_written=size * tokens * hidden, peak=params["dtype"]
+    )
+
+
+def tolerance(case: Case) -> Tolerance:
+    """Roundings inside experts, of what each returns, and of the sum."""
+    params: dict[str, Any] = dict(case.params)
+    relative = rounding_tolerance(getattr(torch, params["dtype"]), params["ffn"], roundings=3).relative
+    # Terms are of size 1 where they cancel, times what the weights of a token sum up to.
+    return Tolerance(absolute=relative * max(1.0, params["scaling"]), relative=relative)
+
+
+def shrink(case: Case) -> Case:
+    """Cut to a few tiles in all directions; experts stay more than a token goes to."""
+    most = {"tokens": 4, "n_experts": 16, "top_k": 3, "hidden": 40, "ffn": 24}
+    smaller = {name: min(int(case.params[name] or 0), largest) for name, largest in most.items()}
+    return dataclasses.replace(case, params={**case.params, **smaller})
+
+
+def _copy(inputs: Inputs) -> Any:
+    """Copy as many bytes as the layer moves: half of them are read, half are written."""
+    weights = inputs["w13"].view(-1)
+    return baselines.copy(weights[: inputs["bytes_moved"] // 2 // weights.element_size()])
+
+
+def _by_cublas(inputs: Inputs) -> Any:
+    """Multiply all (token, expert) pairs by one expert's three weights, as if there were no others."""
+    if "pairs" not in inputs:
+        # Once for each set of inputs, before anything is timed.
+        inputs["pairs"] = inputs["x"].repeat(inputs["routing"]["top_k"], 1)
+        inputs["dense"] = torch.cat([inputs["w13"][0], inputs["w2"][0].t()])
+    return torch.nn.functional.linear(inputs["pairs"], inputs["dense"])
+
+
+SPEC = KernelSpec(
+    name="tk-moe-dispatch",
+    summary="Mixture-of-experts layers, from the router to the combined output",
+    cases={case.name: case for case in _CASES},
+    make_inputs=make_inputs,
+    run=run,
+    reference=reference,
+    cost=cost,
+    tolerance=tolerance,
+    shrink=shrink,
+    baselines={"copy": _copy, "cublas": _by_cublas},
+    bars={f"{model}-{tokens}": dict([bar]) for (model, tokens), bar in _BARS.items()},
+)
