@@ -1,0 +1,416 @@
+"""Products with experts' weights against exact formulas: in the interpreter on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tk_kernel_core.aot import compile_launch
+from tk_kernel_core.interpreter import interpreting
+from tk_kernel_core.launch import KernelLaunch, launch_target, planning
+from tk_kernel_core.numerics import rounding_tolerance
+from tk_kernel_core.resources import inspect
+from tk_kernel_core.targets import COMPILE_TARGETS, Target
+from tk_moe_dispatch._gemm_launch import (
+    GemmConfig,
+    SortedExperts,
+    StreamConfig,
+    StreamedExperts,
+    experts_config,
+    gemm_config,
+    rows_per_tile,
+)
+from tk_moe_dispatch._gemm_plans import (
+    PLAIN,
+    Activation,
+    fit_descriptors,
+    gemm_launch,
+    stream_down_launch,
+    stream_up_launch,
+)
+from tk_moe_dispatch._launch import max_tiles
+from tk_testkit import assert_close
+
+Tensor = torch.Tensor
+H200 = COMPILE_TARGETS["sm_90"]
+NAN = float("nan")
+GPT_OSS: Activation = (1.702, 1.0, 3.0)
+# Experts, top-k, hidden size and size inside an expert.
+MODELS = {"mixtral": (8, 2, 4096, 14_336), "qwen2-57b": (64, 8, 3584, 2560), "deepseek-v3": (256, 8, 7168, 2048)}
+
+runs_kernels = pytest.mark.skipif(
+    not (torch.cuda.is_available() or interpreting()), reason="kernels run on a GPU, or with TRITON_INTERPRET=1"
+)
+
+
+def integers(*shape: int, device: str, dtype: torch.dtype, seed: int) -> Tensor:
+    """Random integers from -2 to 2: their products and sums are exact, so that whatever is left out is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
+
+
+def enclosed(values: Tensor) -> Tensor:
+    """A copy with NaN right before and right after it, and at an address as good as a tensor's own."""
+    guard = torch.full((64,), NAN, device=values.device).to(values.dtype)
+    return torch.cat([guard, values.flatten(), guard])[64 : 64 + values.numel()].view(values.shape)
+
+
+def schedule(counts: Sequence[int], block_m: int, device: str) -> Tensor:
+    """Tiles of experts with so many rows, and some more that are none."""
+    tiles, first = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [(expert, first + start, first + count) for start in range(0, count, block_m)]
+        first += count
+    rows = [(*tile, len(tiles)) for tile in tiles] + [(-1, 0, 0, len(tiles))] * 2
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def tiled(n: int, gated: bool, descriptors: bool, device: str, **tile: object) -> GemmConfig:
+    config = gemm_config(16, 64, 4, n, gated, descriptors, launch_target(torch.device(device)))
+    return replace(config, block_n=32, block_k=64, n_programs=3, group_m=2, **tile)
+
+
+def exact_swiglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    alpha, beta, limit = activation
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+
+FORMS = [
+    (False, False, False, torch.float16),
+    (True, False, False, torch.bfloat16),
+    (True, True, False, torch.bfloat16),
+    (True, True, True, torch.float16),
+]
+
+
+@runs_kernels
+@pytest.mark.parametrize(("descriptors", "swapped", "flatten", "dtype"), FORMS)
+def test_rows_meet_the_weights_of_their_expert_and_no_others_are_read(
+    descriptors: bool, swapped: bool, flatten: bool, dtype: torch.dtype, device: str
+) -> None:
+    # 72 columns are more than one step and less than two, 40 features more than one tile and less than two.
+    counts, n, k = (0, 5, 1, 37, 0, 16), 40, 72
+    x = enclosed(integers(sum(counts), k, device=device, dtype=dtype, seed=1))
+    weight = enclosed(integers(len(counts), n, k, device=device, dtype=dtype, seed=2))
+    want = torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)])
+    weight[[0, 4]] = NAN
+    out = enclosed(torch.full((sum(counts), n), NAN, device=device, dtype=dtype))
+    config = tiled(n, False, descriptors, device, swapped=swapped, flatten=flatten)
+    gemm_launch(config, x, weight)(out, x, schedule(counts, 16, device), out, weight, weight)
+    assert torch.equal(out, want.to(dtype))
+    for beyond in (out.storage_offset() - 1, out.storage_offset() + out.numel()):
+        assert out.as_strided((1,), (1,), beyond).isnan().item()
+
+
+@runs_kernels
+def test_an_odd_number_of_columns_is_read_by_pointers(device: str) -> None:
+    counts, n, k = (3, 0, 18), 17, 33
+    x = enclosed(integers(sum(counts), k, device=device, dtype=torch.float16, seed=1))
+    weight = enclosed(integers(len(counts), n, k, device=device, dtype=torch.float16, seed=2))
+    assert not fit_descriptors(x)
+    out = enclosed(torch.full((sum(counts), n), NAN, device=device, dtype=torch.float16))
+    config = tiled(n, False, False, device)
+    gemm_launch(config, x, weight)(out, x, schedule(counts, 16, device), out, weight, weight)
+    want = torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)])
+    assert torch.equal(out, want.half())
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("descriptors", "swapped", "layout", "activation", "has_bias", "dtype"),
+    [
+        (False, False, "interleaved", GPT_OSS, True, torch.bfloat16),
+        (True, False, "concat", PLAIN, False, torch.float16),
+        (True, True, "interleaved", GPT_OSS, True, torch.float16),
+        (True, True, "separate", PLAIN, False, torch.bfloat16),
+    ],
+)
+def test_tokens_are_gathered_and_gate_and_up_joined_by_swiglu(
+    descriptors: bool,
+    swapped: bool,
+    layout: str,
+    activation: Activation,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    counts, n_tokens, top_k, n, k = (11, 0, 19), 10, 3, 40, 72
+    slots = torch.randperm(n_tokens * top_k, generator=torch.Generator().manual_seed(3)).to(device, torch.int32)
+    # A gap between the tokens is no part of them.
+    x = torch.full((n_tokens, k + 8), NAN, device=device, dtype=dtype)[:, :k]
+    x.copy_(integers(n_tokens, k, device=device, dtype=dtype, seed=1) / 16)
+    packed = enclosed(integers(len(counts), 2 * n, k, device=device, dtype=dtype, seed=2))
+    biases = enclosed(integers(len(counts), 2 * n, device=device, dtype=dtype, seed=4))
+    if layout == "interleaved":
+        (gate, up), (bias, up_bias) = packed.unflatten(1, (n, 2)).unbind(2), biases.unflatten(1, (n, 2)).unbind(2)
+    else:
+        (gate, up), (bias, up_bias) = packed.chunk(2, 1), biases.chunk(2, 1)
+    if layout == "separate":
+        gate, up = gate.clone(), up.clone()
+    vectors = (None, bias, up_bias) if has_bias else ()
+    out = enclosed(torch.full((sum(counts), n), NAN, device=device, dtype=dtype))
+    config = tiled(n, True, descriptors, device, swapped=swapped)
+    launch = gemm_launch(
+        config, x, gate, bias if has_bias else None, gated=True, gathers=True, top_k=top_k, activation=activation
+    )
+    launch(out, x, schedule(counts, 16, device), slots, gate, up, *vectors)
+    wanted = []
+    for expert, rows in enumerate(x.double()[slots.long() // top_k].split(counts)):
+        halves = [rows @ w[expert].double().T for w in (gate, up)]
+        if has_bias:
+            halves = [half + b[expert].double() for half, b in zip(halves, (bias, up_bias), strict=True)]
+        wanted.append(exact_swiglu(*halves, activation))
+    assert_close(out, torch.cat(wanted), rounding_tolerance(dtype, k))
+
+
+@runs_kernels
+@pytest.mark.parametrize(("descriptors", "swapped"), [(False, False), (True, False), (True, True)])
+def test_results_go_to_their_slots_weighted_and_other_slots_are_left_alone(
+    descriptors: bool, swapped: bool, device: str
+) -> None:
+    counts, n_slots, n, k = (5, 17), 30, 40, 64
+    slots = torch.randperm(n_slots, generator=torch.Generator().manual_seed(3)).to(device, torch.int32)
+    slots[sum(counts) :] = -1
+    x = integers(n_slots, k, device=device, dtype=torch.float16, seed=1)
+    weight = integers(len(counts), n, k, device=device, dtype=torch.float16, seed=2)
+    bias = integers(len(counts), n, device=device, dtype=torch.float32, seed=4)
+    routing = integers(n_slots, device=device, dtype=torch.float32, seed=5) / 4
+    out = torch.full((n_slots, n), NAN, device=device, dtype=torch.float16)
+    config = tiled(n, False, descriptors, device, swapped=swapped)
+    launch = gemm_launch(config, x, weight, bias, scatters=True)
+    launch(out, x, schedule(counts, 16, device), slots, weight, weight, routing, bias)
+    want = torch.full_like(out, NAN)
+    for expert, (rows, its_slots) in enumerate(
+        zip(x.split((*counts, 8)), slots.long().split((*counts, 8)), strict=True)
+    ):
+        if expert < len(counts):
+            product = rows.double() @ weight[expert].double().T + bias[expert].double()
+            want[its_slots] = (product * routing[its_slots].double()[:, None]).half()
+    assert torch.equal(out.nan_to_num(9e4), want.nan_to_num(9e4))
+
+
+@runs_kernels
+@pytest.mark.parametrize("n_programs", [1, 7])
+def test_tiles_are_all_made_whatever_the_number_of_programs(n_programs: int, device: str) -> None:
+    counts, n, k = (40, 3, 0, 20), 72, 16
+    x = integers(sum(counts), k, device=device, dtype=torch.float16, seed=1)
+    weight = integers(len(counts), n, k, device=device, dtype=torch.float16, seed=2)
+    config = replace(tiled(n, False, False, device), n_programs=n_programs, block_k=16)
+    out = torch.full((sum(counts), n), NAN, device=device, dtype=torch.float16)
+    launch = gemm_launch(config, x, weight)
+    # No rows, no tiles: nothing happens.
+    launch(out, x, schedule((0, 0, 0, 0), 16, device), out, weight, weight)
+    assert out.isnan().all()
+    launch(out, x, schedule(counts, 16, device), out, weight, weight)
+    want = torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)])
+    assert torch.equal(out, want.half())
+
+
+@runs_kernels
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_experts_beyond_two_to_the_31_elements_are_reached(descriptors: bool, device: str) -> None:
+    n, k, stride = 16, 64, 2**31
+    # Memory that is never touched costs nothing.
+    memory = torch.empty(stride + n * k, dtype=torch.float16, device=device)
+    weight = memory.as_strided((2, n, k), (stride, k, 1))
+    weight.copy_(integers(2, n, k, device=device, dtype=torch.float16, seed=2))
+    x = integers(3, k, device=device, dtype=torch.float16, seed=1)
+    out = torch.full((3, n), NAN, device=device, dtype=torch.float16)
+    gemm_launch(tiled(n, False, descriptors, device), x, weight)(
+        out, x, schedule((1, 2), 16, device), out, weight, weight
+    )
+    want = torch.cat([x[:1].double() @ weight[0].double().T, x[1:].double() @ weight[1].double().T])
+    assert torch.equal(out, want.half())
+    config, routing = StreamConfig(16, 64, 1, launch_target(x.device).is_hopper_or_later), torch.ones(3, device=device)
+    ids = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
+    out.fill_(NAN)
+    stream_down_launch(config, 3, 1, 2, weight)(out, x, ids, routing, weight)
+    assert torch.equal(out, want.half())
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "is_mapped", "has_bias", "activation"),
+    [(torch.float16, False, False, PLAIN), (torch.bfloat16, True, True, GPT_OSS)],
+)
+def test_slots_are_streamed_through_experts_and_summed_by_token(
+    dtype: torch.dtype, is_mapped: bool, has_bias: bool, activation: Activation, device: str
+) -> None:
+    n_tokens, top_k, n_experts, hidden, ffn = 3, 3, 3, 72, 37
+    x = torch.full((n_tokens, hidden + 8), NAN, device=device, dtype=dtype)[:, :hidden]
+    x.copy_(integers(n_tokens, hidden, device=device, dtype=dtype, seed=1) / 16)
+    w13 = enclosed(integers(n_experts, 2 * ffn, hidden, device=device, dtype=dtype, seed=2))
+    w2 = enclosed(integers(n_experts, hidden, ffn, device=device, dtype=dtype, seed=3))
+    routing = integers(n_tokens, top_k, device=device, dtype=torch.float32, seed=5) / 4
+    # The last token has no expert here. Nobody goes to expert 1.
+    ids = torch.tensor([[2, 0, -1], [0, 9, 2], [-1, 9, -1]], dtype=torch.int32, device=device)
+    local = ids.long().where(ids < n_experts, -1)
+    expert_map = torch.tensor([2, -1, 0], dtype=torch.int32, device=device) if is_mapped else None
+    if expert_map is not None:
+        local = torch.where(local >= 0, expert_map.long()[local], -1)
+    gate, up = w13.chunk(2, 1)
+    bias13 = integers(n_experts, 2 * ffn, device=device, dtype=dtype, seed=6)
+    bias, up_bias = bias13.chunk(2, 1) if has_bias else (None, None)
+    bias2 = integers(n_experts, hidden, device=device, dtype=dtype, seed=7) if has_bias else None
+    shared = integers(n_tokens, hidden, device=device, dtype=dtype, seed=8) if has_bias else None
+    want_h = torch.full((n_tokens * top_k, ffn), NAN, device=device, dtype=torch.float64)
+    for slot, expert in enumerate(local.flatten().tolist()):
+        if expert >= 0:
+            halves = [x[slot // top_k].double() @ w[expert].double().T for w in (gate, up)]
+            if bias is not None:
+                halves = [half + b[expert].double() for half, b in zip(halves, (bias, up_bias), strict=True)]
+            want_h[slot] = exact_swiglu(*halves, activation)
+    w13[1], w2[1] = NAN, NAN
+
+    h = enclosed(torch.full((n_tokens * top_k, ffn), NAN, device=device, dtype=dtype))
+    is_hopper = launch_target(x.device).is_hopper_or_later
+    config = StreamConfig(16, 64, 1, is_hopper)
+    launch = stream_up_launch(config, x, top_k, 3, gate, bias, activation)
+    launch(h, x, ids, gate, up, expert_map, bias, up_bias)
+    assert_close(h, want_h, rounding_tolerance(dtype, hidden))
+    out = enclosed(torch.full((n_tokens, hidden), NAN, device=device, dtype=dtype))
+    launch = stream_down_launch(replace(config, block_n=32), n_tokens, top_k, 3, w2, bias2)
+    launch(out, h, ids, routing, w2, expert_map, bias2, shared)
+    want = torch.zeros(n_tokens, hidden, device=device, dtype=torch.float64) if shared is None else shared.double()
+    magnitude = 0.0
+    for slot, expert in enumerate(local.flatten().tolist()):
+        if expert >= 0:
+            addend = h[slot].double() @ w2[expert].double().T + (0 if bias2 is None else bias2[expert].double())
+            want[slot // top_k] += addend * routing.flatten()[slot].double()
+            magnitude += float(h[slot].double().abs().sum() * 2)
+    assert_close(out, want, rounding_tolerance(dtype, ffn * top_k, magnitude=magnitude))
+    assert torch.equal(out[2], torch.zeros_like(out[2]) if shared is None else shared[2])
+
+
+@pytest.mark.parametrize(
+    ("view", "want"),
+    [
+        (lambda m: m, True),
+        (lambda m: m[:, 1:].chunk(2, 1)[1], True),
+        (lambda m: m.unflatten(1, (8, 2)).unbind(2)[1], True),
+        (lambda m: m[..., :20], False),
+        (lambda m: m[..., 4:20], False),
+        (lambda m: m.transpose(1, 2), False),
+        (lambda m: m.flatten()[: 3 * 16 * 28].view(3, 16, 28), False),
+    ],
+)
+def test_descriptors_need_rows_of_whole_16_bytes(view: object, want: bool) -> None:
+    assert fit_descriptors(view(torch.zeros(3, 16, 32, dtype=torch.float16))) is want  # type: ignore[operator]
+
+
+@given(
+    n_tokens=st.one_of(st.integers(1, 600), st.integers(1, 2**27)),
+    top_k=st.integers(1, 10),
+    n_experts=st.integers(1, 1100),
+    sizes=st.tuples(st.integers(1, 2**15), st.integers(1, 2**15)),
+    descriptors=st.booleans(),
+    target=st.sampled_from(list(COMPILE_TARGETS.values())),
+)
+def test_choices_are_what_the_hardware_takes(
+    n_tokens: int, top_k: int, n_experts: int, sizes: tuple[int, int], descriptors: bool, target: Target
+) -> None:
+    config = experts_config(n_tokens, top_k, n_experts, *sizes, descriptors, target)
+    if isinstance(config, StreamedExperts):
+        for one in (config.up, config.down):
+            assert one.block_k == 8 * one.num_warps * target.warp_size
+        return
+    assert n_tokens > 1
+    assert config.up.block_m == config.down.block_m
+    assert config.gathers or config.up.descriptors
+    for gated, one, n in ((True, config.up, sizes[1]), (False, config.down, sizes[0])):
+        width = one.block_n * (1 + gated)
+        assert one.descriptors == (descriptors and target.name in ("sm_90", "sm_100"))
+        # Sums take at most half of a thread's registers, which on AMD are 512.
+        per_thread = 128 if target.backend == "cuda" else 256
+        assert one.block_m * width <= per_thread * one.num_warps * target.warp_size
+        n_buffers = one.stages - (target.backend == "hip")
+        assert n_buffers * (one.block_m + width) * one.block_k * 2 < target.shared_bytes
+        # However many rows there are.
+        assert one.n_programs <= 4 * target.compute_units
+        assert 1 <= one.n_programs <= max_tiles(n_tokens * top_k, n_experts, one.block_m) * -(-n // one.block_n)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tiles_grow_with_the_rows_of_an_expert(model: str) -> None:
+    n_experts, top_k, hidden, ffn = MODELS[model]
+    sizes = []
+    for n_tokens in (1, 2, 4, 8, 32, 128, 512, 2048, 4096):
+        config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, True, H200)
+        sizes.append(config.up.block_m if isinstance(config, SortedExperts) else 1)
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 1
+    assert sizes[-1] == 128
+
+
+def compiled_launches(
+    model: tuple[int, int, int, int], n_tokens: int, dtype: torch.dtype, has_bias: bool
+) -> list[KernelLaunch]:
+    """What goes through the experts of a model on an H200, on meta tensors."""
+    n_experts, top_k, hidden, ffn = model
+    n_slots = n_tokens * top_k
+
+    def new(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    gate, up = new(n_experts, 2 * ffn, hidden).chunk(2, 1)
+    down, h = new(n_experts, hidden, ffn), new(n_slots, ffn)
+    bias, up_bias = new(n_experts, 2 * ffn).chunk(2, 1) if has_bias else (None, None)
+    down_bias = new(n_experts, hidden) if has_bias else None
+    ids, routing = new(n_slots, kind=torch.int32), new(n_slots, kind=torch.float32)
+    config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, fit_descriptors(gate, up, down), H200)
+    with planning(H200) as launches:
+        if isinstance(config, StreamedExperts):
+            x, out = new(n_tokens, hidden), new(n_tokens, hidden)
+            first = stream_up_launch(config.up, x, top_k, n_experts, gate, bias)
+            first(h, x, ids, gate, up, None, bias, up_bias)
+            second = stream_down_launch(config.down, n_tokens, top_k, n_experts, down, down_bias)
+            second(out, h, ids, routing, down, None, down_bias)
+        else:
+            x = new(n_tokens if config.gathers else n_slots, hidden)
+            first = gemm_launch(config.up, x, gate, bias, gated=True, gathers=config.gathers, top_k=top_k)
+            first(h, x, ids, ids, gate, up, None, bias, up_bias)
+            second = gemm_launch(config.down, h, down, down_bias, scatters=True, top_k=top_k)
+            second(new(n_slots, hidden), h, ids, ids, down, down, routing, down_bias)
+    return launches
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("model", "rows"), [("mixtral", 16), ("mixtral", 128), ("odd", 128)])
+def test_biases_and_odd_sizes_leave_enough_registers(model: str, rows: int) -> None:
+    # The cases of the spec have neither.
+    for launch in compiled_launches(MODELS.get(model, (8, 2, 1001, 513)), rows * 4, torch.bfloat16, True):
+        made = inspect(compile_launch(launch, H200))
+        assert made.spill_bytes == 0
+        assert made.overwritten_operands == 0
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("rows", "dtype"), [(16, torch.float16), (128, torch.bfloat16)])
+def test_swiglu_needs_no_shared_memory_but_for_the_store(rows: int, dtype: torch.dtype) -> None:
+    for launch in compiled_launches(MODELS["mixtral"], rows * 4, dtype, False):
+        made = inspect(compile_launch(launch, H200))
+        tile = dict(launch.arguments)
+        assert tile["BLOCK_M"] == rows
+        n_stores = rows * tile["BLOCK_N"] // (8 * 32 * made.num_warps)
+        assert made.instructions["st.global.v4"] == made.instructions["st.shared"] == n_stores
+        assert {name for name in made.instructions if name.startswith("cp.async")} <= {"cp.async.v4"}
+        assert made.instructions["tma"] > 0
+        assert made.instructions["wgmma"] > 0
+
+
+@pytest.mark.compiler
+def test_streamed_weights_are_loaded_16_bytes_at_once() -> None:
+    for launch in compiled_launches(MODELS["deepseek-v3"], 1, torch.bfloat16, False):
+        made = inspect(compile_launch(launch, H200)).instructions
+        assert made["ld.global.v4"] >= 9
+        assert not {"ld.global.v2", "ld.global.narrow"} & made.keys()
+
+
+def test_one_tile_of_rows_serves_an_expert_on_average() -> None:
+    assert [rows_per_tile(8 * rows, 8, H200) for rows in (1, 16, 17, 40, 41, 64, 65)] == [16, 16, 32, 32, 64, 64, 128]

@@ -1,0 +1,109 @@
+"""Launch choices: pure functions, no GPU."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tk_kernel_core.targets import COMPILE_TARGETS, Target
+from tk_moe_dispatch._launch import logits_config, max_tiles, route_config, row_config, schedule_config
+
+targets = st.sampled_from(list(COMPILE_TARGETS.values()))
+token_counts = st.one_of(st.integers(1, 300), st.integers(1, 2**20))
+
+
+def is_power_of_two(*values: int) -> bool:
+    return all(value >= 1 and value & (value - 1) == 0 for value in values)
+
+
+@given(
+    counts=st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=1, max_size=40),
+    block_m=st.sampled_from([1, 16, 64, 128]),
+)
+def test_tiles_of_any_routing_fit(counts: list[int], block_m: int) -> None:
+    n_tiles = sum(-(-count // block_m) for count in counts)
+    assert n_tiles <= max_tiles(sum(counts), len(counts), block_m) <= sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "block_m"), [(8, 256, 16), (100, 8, 16), (64, 4, 1), (33, 1, 32), (7, 3, 4)]
+)
+def test_some_routing_needs_all_tiles(rows: int, experts: int, block_m: int) -> None:
+    # One row for each expert but one, and what is left for that; or one row more for some of them.
+    used = min(rows, experts)
+    counts = [1] * used
+    for expert in range(used):
+        more = (rows - sum(counts)) // block_m * block_m if expert == 0 else 0
+        counts[expert] += more
+    counts[-1] += rows - sum(counts)
+    assert sum(counts) == rows
+    assert sum(-(-count // block_m) for count in counts) == max_tiles(rows, experts, block_m)
+
+
+@given(
+    n_tokens=token_counts,
+    n_experts=st.integers(1, 1500),
+    width=st.integers(1, 2**15),
+    bytes_per_element=st.sampled_from([2, 4]),
+    target=targets,
+)
+def test_scoring_is_what_the_hardware_takes(
+    n_tokens: int, n_experts: int, width: int, bytes_per_element: int, target: Target
+) -> None:
+    config = logits_config(n_tokens, n_experts, width, bytes_per_element, target)
+    assert is_power_of_two(config.block_t, config.block_e, config.block_h, config.num_warps)
+    # What triton.language.dot takes at least.
+    assert min(config.block_t, config.block_e, config.block_h) >= 16
+    assert config.num_warps * target.warp_size <= 1024
+    assert config.dependent_launch == (target.name in ("sm_90", "sm_100"))
+    tiles = -(-n_tokens // config.block_t) * -(-n_experts // config.block_e)
+    assert config.n_programs == tiles * config.n_parts
+    # Parts are for filling the GPU, which does not need many more programs than it has multiprocessors.
+    assert config.n_parts in (1, 4, 16)
+    assert config.n_parts <= 4 * -(-width // config.block_h)
+    assert config.n_parts == 1 or config.n_programs <= 4 * target.compute_units
+    # AMD keeps one stage in registers.
+    n_buffers = config.stages - (target.backend == "hip")
+    step = (config.block_t + config.block_e) * config.block_h * bytes_per_element
+    assert n_buffers * step <= target.shared_bytes
+
+
+@given(n_tokens=token_counts, n_places=st.integers(0, 14).map(lambda n: 2**n), target=targets)
+def test_choosing_is_what_the_hardware_takes(n_tokens: int, n_places: int, target: Target) -> None:
+    config = route_config(n_tokens, n_places, target)
+    assert is_power_of_two(config.block_t, config.num_warps)
+    assert config.num_warps * target.warp_size <= 1024
+    # A thread holds a logit and its 64-bit key, for all of its places.
+    assert config.block_t * n_places <= 64 * config.num_warps * target.warp_size
+
+
+@given(n_slots=st.integers(1, 2**30), n_experts=st.integers(1, 1500), target=targets)
+def test_sorting_is_what_the_hardware_takes(n_slots: int, n_experts: int, target: Target) -> None:
+    config = schedule_config(n_slots, n_experts, target)
+    assert is_power_of_two(config.chunk, config.block_e, config.block_c, config.block_j, config.num_warps)
+    assert config.block_e >= n_experts
+    assert config.n_chunks == -(-n_slots // config.chunk)
+    assert config.chunk % config.block_j == 0
+    threads = config.num_warps * target.warp_size
+    assert threads <= 1024
+    assert config.chunk * config.block_j <= 32 * threads
+    # Sums over chunks, of all and of those before.
+    assert config.block_c * config.block_e <= max(32 * threads, config.block_e)
+    # What a program reads of the counts stays in proportion to what it sorts, up to some millions of slots.
+    if n_slots <= 2**19:
+        assert config.n_chunks <= 512
+
+
+@given(
+    n_rows=st.integers(1, 2**30),
+    width=st.integers(1, 2**15),
+    bytes_per_element=st.sampled_from([2, 4]),
+    target=targets,
+)
+def test_rows_are_moved_16_bytes_at_a_time(n_rows: int, width: int, bytes_per_element: int, target: Target) -> None:
+    config = row_config(n_rows, width, bytes_per_element, target)
+    assert is_power_of_two(config.block_m, config.block_h, config.num_warps)
+    threads = config.num_warps * target.warp_size
+    assert config.block_m * config.block_h * bytes_per_element == 16 * threads
+    assert config.n_programs == -(-n_rows // config.block_m) * -(-width // config.block_h)

@@ -1,0 +1,56 @@
+"""What the kernels around the products are compiled to. No GPU is involved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tk_kernel_core.aot import compile_launch
+from tk_kernel_core.launch import KernelLaunch, planning
+from tk_kernel_core.resources import inspect
+from tk_kernel_core.targets import COMPILE_TARGETS, Target
+from tk_moe_dispatch import moe_router, permute_tokens, unpermute_tokens
+
+pytestmark = pytest.mark.compiler
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches(n_tokens: int, n_experts: int, top_k: int, width: int, target: Target) -> dict[str, KernelLaunch]:
+    """All kernels of routing as in DeepSeek-V3, of permutation and of combination, by name."""
+    groups = {"n_groups": 8, "topk_groups": 4} if n_experts == 256 else {}
+    bias = meta(n_experts, dtype=torch.float32)
+    with planning(target) as made:
+        indices, weights, _ = moe_router(
+            *(meta(n_tokens, width), meta(n_experts, width), top_k, "sigmoid"),
+            renormalize=True,
+            correction_bias=bias,
+            **groups,
+        )
+        permuted, _, _, restore_idx = permute_tokens(meta(n_tokens, width), indices, n_experts)
+        unpermute_tokens(permuted, weights, restore_idx, n_tokens, top_k)
+    return {launch.kernel: launch for launch in made}
+
+
+@pytest.mark.parametrize(("n_tokens", "n_experts", "top_k", "width"), [(4096, 256, 8, 7168)])
+@pytest.mark.parametrize("target", COMPILE_TARGETS.values(), ids=lambda target: target.name)
+def test_nothing_spills_and_rows_move_16_bytes_at_a_time(
+    n_tokens: int, n_experts: int, top_k: int, width: int, target: Target
+) -> None:
+    kernels = {"router_logits_kernel", "route_kernel", "schedule_kernel", "permute_kernel", "combine_kernel"}
+    if n_tokens > 1:
+        kernels.add("count_kernel")
+    made = launches(n_tokens, n_experts, top_k, width, target)
+    assert set(made) == kernels
+    found = {name: inspect(compile_launch(launch, target)) for name, launch in made.items()}
+    assert {name: its.spill_bytes for name, its in found.items()} == dict.fromkeys(kernels, 0)
+    assert not [name for name, its in found.items() if "ld.local" in its.instructions or its.overwritten_operands]
+    for name in ("permute_kernel", "combine_kernel"):
+        assert found[name].instructions["ld.global.v4"] > 0
+        assert found[name].instructions["st.global.v4"] > 0
+    # No atomics on device memory: the order of slots and sums is the same in every run.
+    assert not [name for name, its in found.items() if its.instructions.get("atom")]
+    units = {"mma.sync", "wgmma", "tcgen05", "v_mfma"}
+    assert units & set(found["router_logits_kernel"].instructions)
