@@ -60,6 +60,11 @@ def test_nothing_spills_but_where_it_pays(package: Path) -> None:
         assert paid or "st.local" in limits.must_not_have, place
 
 
+# A few bytes for each token, beside the experts' weights; one row, beside a gradient of many.
+SMALL_LOADS = {"route_kernel", "count_kernel"}
+SMALL_STORES = {*SMALL_LOADS, "sum_rows_kernel"}
+
+
 @each_package
 def test_where_bandwidth_counts_16_bytes_or_blocks_are_moved_at_once(package: Path) -> None:
     # A decode step is too short for that to matter, and may rather spread over all multiprocessors.
@@ -69,10 +74,10 @@ def test_where_bandwidth_counts_16_bytes_or_blocks_are_moved_at_once(package: Pa
     assert cases
     for target, case, kernel, limits in limits_of(package):
         if case in cases:
-            assert {"ld.global.v4", "cp.async.v4", "tma"} & {*limits.must_have}, (target, case, kernel)
-            # The sum of partial gradients writes one row, which is no traffic to speak of.
+            loads = {"ld.global.v4", "cp.async.v4", "tma"} & {*limits.must_have}
+            assert kernel in SMALL_LOADS or loads, (target, case, kernel)
             stores = {"st.global.v4", "st.tma"} & {*limits.must_have}
-            assert kernel == "sum_rows_kernel" or stores, (target, case, kernel)
+            assert kernel in SMALL_STORES or stores, (target, case, kernel)
 
 
 @each_package
