@@ -134,7 +134,7 @@ def add_bias(values, bias_ptr, expert, features, stride_bias, step_bias, n):
     return values
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["n_units", "k_units", "top_k"])
 def expert_gemm_kernel(
     out_ptr,
     x,
@@ -150,12 +150,13 @@ def expert_gemm_kernel(
     stride_feature,
     stride_bias,
     step_bias,
-    n,
-    k,
+    n_units,
+    k_units,
     top_k,
     alpha,
     beta,
     limit,
+    UNIT: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -175,9 +176,11 @@ def expert_gemm_kernel(
     GATHER: rows of x are tokens, stride_x apart, else sorted rows. GATED: out is SwiGLU of the products with weight and
     up_weight. SCATTER: rows of out are slots, else sorted rows; each is multiplied by its element of routing, if that
     is given. SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time.
-    WHOLE_STEPS: k is a multiple of BLOCK_K. Weights are DESCRIPTORS of blocks [1, BLOCK_N, BLOCK_K], and x, unless
-    gathered, of blocks [BLOCK_M, BLOCK_K]; or all are pointers. out is contiguous.
+    n and k come in UNITs, which show the compiler how wide it may store. WHOLE_STEPS: k is a multiple of BLOCK_K.
+    Weights are DESCRIPTORS of blocks [1, BLOCK_N, BLOCK_K], and x, unless gathered, of blocks [BLOCK_M, BLOCK_K]; or
+    all are pointers. out is contiguous.
     """
+    n, k = n_units * UNIT, k_units * UNIT
     n_feature_tiles = tl.cdiv(n, BLOCK_N)
     wait_for_predecessor(DEPENDENT_LAUNCH)
     n_row_tiles = tl.load(tiles_ptr + 3)

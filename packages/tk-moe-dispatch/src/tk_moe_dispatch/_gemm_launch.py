@@ -175,8 +175,8 @@ def gemm_config(
         tile = (128 if gated else 256, 64, False, 4, 8, 1)
     block_n, block_k, swapped, stages, num_warps, programs_per_unit = tile
     if target.arch != 90:
-        # Beyond Hopper, what a fifth one needs in registers spills.
-        stages = min(stages, 4)
+        # Beyond Hopper, more of them spill a few bytes.
+        stages = min(stages, 3 if block_m == 32 else 4)
     n_tiles = max_tiles(n_rows, n_experts, block_m) * -(-n // block_n)
     return GemmConfig(
         block_m,

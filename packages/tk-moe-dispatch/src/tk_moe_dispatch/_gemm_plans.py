@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from tk_kernel_core.launch import Kernel, PreparedLaunch
@@ -69,6 +70,8 @@ def gemm_launch(
         top_k: Slots of a token.
         activation: Of SwiGLU.
     """
+    _, n, k = weight.shape
+    unit = math.gcd(16, n, k)
     blocks: dict[str, tuple[int, ...]] = {}
     if config.descriptors:
         block = (1, config.block_n, config.block_k)
@@ -78,9 +81,10 @@ def gemm_launch(
     return PreparedLaunch(
         _GEMM,
         (config.n_programs, 1, 1),
-        (x.stride(0), *weight.stride()[:2], *_strides(bias), *weight.shape[1:], top_k, *activation),
+        (x.stride(0), *weight.stride()[:2], *_strides(bias), n // unit, k // unit, top_k, *activation),
         {
-            "WHOLE_STEPS": weight.shape[2] % config.block_k == 0,
+            "UNIT": unit,
+            "WHOLE_STEPS": k % config.block_k == 0,
             "GATHER": gathers,
             "SCATTER": scatters,
             "GATED": gated,

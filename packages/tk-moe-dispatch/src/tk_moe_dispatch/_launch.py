@@ -121,7 +121,9 @@ def logits_config(n_tokens: int, n_experts: int, width: int, bytes_per_element: 
         # The weight's traffic and the wait for it bound the time: few bytes per program.
         block_t, block_e, block_h = 16, 16, 256
     else:
-        block_t, block_e, block_h = 64, max(16, min(128, next_power_of_two(n_experts))), 64
+        # Loads are narrow where rows begin anywhere: a small tile keeps their addresses in registers.
+        widest = 128 if width % 16 == 0 else 32
+        block_t, block_e, block_h = 64, max(16, min(widest, next_power_of_two(n_experts))), 64
     n_tiles = -(-n_tokens // block_t) * -(-n_experts // block_e)
     # Parts fill the GPU. For each number another kernel adds up, and more than 16 cost more than they save.
     useful = min(target.compute_units // n_tiles, -(-width // block_h))
@@ -137,9 +139,9 @@ def route_config(n_tokens: int, n_places: int, target: Target) -> RouteConfig:
         n_places: Elements of a row, as it is laid out.
         target: The GPU.
     """
-    # A row within one warp needs no barriers. Enough rows per program for all of its warps, as soon as the GPU is full.
+    # A row within one warp needs no barriers. Several rows per program, as soon as there are many programs.
     warps_per_row = max(1, min(16, n_places // 1024))
-    block_t = max(1, min(4, 4096 // n_places)) if n_tokens >= 4 * target.compute_units else 1
+    block_t = max(1, min(4, 4096 // n_places)) if n_tokens >= 16 * target.compute_units else 1
     return RouteConfig(block_t, min(16, warps_per_row * block_t), target.is_hopper_or_later)
 
 
