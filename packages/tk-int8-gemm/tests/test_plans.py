@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tk_int8_gemm import PackedInt8Weight, _ops, int8_gemm, int8_gemm_torch, int8_linear, w8a8_gemm, w8a8_gemm_torch
+from tk_kernel_core import recent
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_testkit.close import assert_close
 
@@ -75,8 +76,8 @@ def called(name: str, call: dict[str, Any], device: str) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("name", ["int8_gemm", "int8_linear", "w8a8_gemm"])
 def test_calls_are_told_apart_and_known_again(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: list[Any] = []
-    takes_operator = _ops.takes_operator
-    monkeypatch.setattr(_ops, "takes_operator", lambda *tensors: unknown.append(1) or takes_operator(*tensors))
+    takes_operator = recent.takes_operator
+    monkeypatch.setattr(recent, "takes_operator", lambda *tensors: unknown.append(1) or takes_operator(*tensors))
     monkeypatch.setattr(_ops, "_RECENT", type(_ops._RECENT)())
     for before, change in (*(({}, change) for change in CHANGES), (NO_BIAS, NO_ZERO_POINT)):
         if "out_dtype" in change and name != "w8a8_gemm":

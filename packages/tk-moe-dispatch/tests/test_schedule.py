@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from tk_kernel_core.interpreter import interpreting
+from tk_kernel_core.launch import PlanCache
 from tk_moe_dispatch import _plans, compute_permutation_indices
 from tk_moe_dispatch._launch import ScheduleConfig, max_tiles
 
@@ -78,7 +80,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(config, chunk=16, n_chunks=-(-n_slots // 16), block_c=2, block_j=8)
 
     monkeypatch.setattr(_plans, "schedule_config", small)
-    monkeypatch.setattr(_plans, "_PLANS", type(_plans._PLANS)())
+    monkeypatch.setattr(_plans, "planned", PlanCache[Any]().plan_for)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tk_kernel_core import gemm
+from tk_kernel_core import gemm, recent
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import Tolerance
@@ -377,8 +377,8 @@ def test_opcheck(device: str) -> None:
 @each_product
 def test_calls_are_told_apart_and_known_again(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: list[Any] = []
-    takes_operator = _ops.takes_operator
-    monkeypatch.setattr(_ops, "takes_operator", lambda *tensors: unknown.append(1) or takes_operator(*tensors))
+    takes_operator = recent.takes_operator
+    monkeypatch.setattr(recent, "takes_operator", lambda *tensors: unknown.append(1) or takes_operator(*tensors))
     monkeypatch.setattr(_ops, "_RECENT", type(_ops._RECENT)())
     base: dict[str, Any] = {"m": 2, "n": 8, "k": 64, "dtype": torch.float16, "group_size": 32}
     changes = [{}, {"m": 3}, {"n": 9}, {"k": 96}, {"dtype": torch.bfloat16}, {"group_size": 64}, {"zeros": None}]

@@ -279,6 +279,30 @@ def test_plans_are_kept_for_real_tensors_only() -> None:
     assert plans == {"a": "plan a", "b": "plan b"}
 
 
+def test_a_plan_is_made_once_for_tensors_that_lie_alike() -> None:
+    plans: PlanCache[int] = PlanCache()
+    made = iter(range(100))
+
+    def plan(*tensors: object, form: tuple[object, ...] = ("sum",)) -> int:
+        return plans.plan_for(form, tensors, lambda: next(made))
+
+    x = torch.ones(3, 4)
+    assert [plan(x), plan(torch.zeros(3, 4)), plan(x, None), plan(x, None)] == [0, 0, 1, 1]
+    assert [plan(x, form=("mean",)), plan(x.half()), plan(x[:2]), plan(torch.ones(4, 3).T), plan(x)] == [2, 3, 4, 5, 0]
+
+
+def test_who_makes_the_plan_says_what_is_wrong_with_an_argument() -> None:
+    plans: PlanCache[int] = PlanCache()
+
+    def refuse() -> int:
+        raise TypeError("x must be a tensor, got int")
+
+    for form, x in ((("sum",), 3), (([],), torch.ones(2))):
+        with pytest.raises(TypeError, match=r"^x must be a tensor, got int$"):
+            plans.plan_for(form, (x,), refuse)
+    assert not plans
+
+
 def test_the_number_of_plans_is_bounded() -> None:
     plans: PlanCache[int] = PlanCache()
     for key in range(3 * PlanCache.LIMIT + 5):

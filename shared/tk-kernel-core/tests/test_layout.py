@@ -18,6 +18,8 @@ from tk_kernel_core.layout import (
     next_power_of_two,
     overlap_check,
     row_layout,
+    row_stride,
+    rows_of,
 )
 from tk_testkit import shapes, strides_for
 
@@ -317,3 +319,31 @@ def test_one_answer_serves_all_distances() -> None:
         distance for distance in range(-256, 257, 32) if distance % 64 == 32 or abs(distance) >= 224
     ]
     assert all(shares(distance) for distance in (-31, -1, 0, 1, 31, 33, 63, 64, 65))
+
+
+def test_rows_are_taken_as_they_lie_where_their_elements_are_neighbours() -> None:
+    base = torch.arange(48.0).view(4, 12)
+    for x, shape, stride in (
+        (base, (4, 12), 12),
+        (base[:, 2:7], (4, 5), 12),
+        (base.view(2, 2, 12), (4, 12), 12),
+        (base[0], (1, 12), 12),
+        # A column's elements have no neighbours, and need none.
+        (base[:, :1], (4, 1), 12),
+        # A single row has no stride of its own.
+        (base[2:3, 2:7], (1, 5), 5),
+    ):
+        rows = rows_of(x)
+        assert rows.data_ptr() == x.data_ptr()
+        assert (tuple(rows.shape), row_stride(rows)) == (shape, stride)
+        assert torch.equal(rows, x.reshape(shape))
+
+
+def test_rows_that_are_not_reached_are_copied() -> None:
+    base = torch.arange(48.0).view(4, 12)
+    for x, longest_row in ((base.T, None), (base[:, ::2], None), (base[:, 2:7], 11)):
+        rows = rows_of(x, longest_row)
+        assert rows.is_contiguous()
+        assert rows.data_ptr() != x.data_ptr()
+        assert torch.equal(rows, x)
+    assert rows_of(base[:, 2:7], 12).data_ptr() == base[:, 2:7].data_ptr()

@@ -216,3 +216,34 @@ def test_tensors_are_not_kept(x: torch.Tensor) -> None:
     plans.remember("form", (kept,), "the plan")
     del kept
     assert gone() is None
+
+
+def test_a_call_checks_first_where_the_operator_takes_it_and_plans_once_where_not(x: torch.Tensor) -> None:
+    plans: RecentPlans[Callable[..., Any]] = RecentPlans()
+    log: list[str] = []
+
+    def call(operand: torch.Tensor) -> Any:
+        def plan_of(*arguments: Any) -> Callable[..., Any]:
+            log.append("plan")
+            return lambda a, b: a + arguments[2]
+
+        return plans.call(
+            "add",
+            (operand, None),
+            (2,),
+            lambda *_: log.append("check"),
+            plan_of,
+            lambda *arguments: log.append("operator") or arguments[0] + arguments[2],
+        )
+
+    assert torch.equal(call(x), x + 2)
+    assert torch.equal(call(x.clone()), x + 2)
+    assert log == ["plan"]
+    log.clear()
+    wants_gradient = torch.ones(3, requires_grad=True)
+    assert torch.equal(call(wants_gradient), torch.full((3,), 3.0))
+    assert log == ["check", "operator"]
+    log.clear()
+    # Only a shape is wanted.
+    assert call(x.to("meta")).shape == x.shape
+    assert log == ["check", "operator"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -57,7 +56,10 @@ def int8_gemm(
         if value is not None:
             warnings.warn(f"{name} is ignored: the kernel is chosen by the shapes", DeprecationWarning, stacklevel=2)
     operands = x, weight_int8, scale, bias, zero_point
-    return _call("int8_gemm", operands, (), _plans.check_arguments, _plans.int8_gemm_plan, _operators.int8_gemm)
+    y: torch.Tensor = _RECENT.call(
+        "int8_gemm", operands, (), _plans.check_arguments, _plans.int8_gemm_plan, _operators.int8_gemm
+    )
+    return y
 
 
 def w8a8_gemm(
@@ -96,7 +98,8 @@ def w8a8_gemm(
     """
     operands = x, weight_int8, scale, bias, zero_point, x_scale
     check, plan_of = _plans.check_w8a8_arguments, _plans.w8a8_gemm_plan
-    return _call("w8a8_gemm", operands, (out_dtype,), check, plan_of, _operators.w8a8_gemm)
+    y: torch.Tensor = _RECENT.call("w8a8_gemm", operands, (out_dtype,), check, plan_of, _operators.w8a8_gemm)
+    return y
 
 
 def int8_linear(x: torch.Tensor, weight: PackedInt8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,7 +127,8 @@ def int8_linear(x: torch.Tensor, weight: PackedInt8Weight, bias: torch.Tensor | 
     operands = x, weight.codes, weight.scale, weight.zero_point, bias
     sizes = weight.out_features, weight.in_features
     check, plan_of = _packed_plans.check_arguments, _packed_plans.int8_linear_plan
-    return _call("int8_linear", operands, sizes, check, plan_of, _operators.int8_linear)
+    y: torch.Tensor = _RECENT.call("int8_linear", operands, sizes, check, plan_of, _operators.int8_linear)
+    return y
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,37 +155,3 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pair: tuple[torch.Tensor, torch.Tensor] = _operators.quantize_per_token(x)
         return pair
     return _plans.quantize_per_token(x)
-
-
-def _call(
-    name: str,
-    operands: tuple[Any, ...],
-    settings: tuple[Hashable, ...],
-    check: Callable[..., None],
-    plan_of: Callable[..., Plan],
-    operator: Callable[..., Any],
-) -> torch.Tensor:
-    """Carry out a product: by the plan of a call like it, by a new plan, or by the operator.
-
-    Args:
-        name: Of the product.
-        operands: Tensors, or None for those left out. A plan takes these.
-        settings: What else there is to say. All that follow take operands and settings.
-        check: Raises errors for arguments that the product does not take.
-        plan_of: Returns the plan.
-        operator: The registered operator.
-    """
-    tensors = tuple(operand for operand in operands if operand is not None)
-    known_as = name, settings, tuple(operand is None for operand in operands)
-    plan = _RECENT.find(known_as, tensors)
-    if plan is None:
-        if takes_operator(*tensors):
-            if not torch.compiler.is_compiling():
-                # Before the dispatcher words the error; while compiling, the fake implementation checks.
-                check(*operands, *settings)
-            y: torch.Tensor = operator(*operands, *settings)
-            return y
-        plan = plan_of(*operands, *settings)
-        _RECENT.remember(known_as, tensors, plan)
-    result: torch.Tensor = plan(*operands)
-    return result

@@ -11,14 +11,14 @@ from tk_int8_gemm._decode_launch import prepare_decode
 from tk_int8_gemm._launch import dequantize_config
 from tk_int8_gemm._middle_launch import MiddleConfig, linear_way, prepare_middle
 from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
-from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, row_stride, rows_of
+from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, rows_of
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.gemm import backend_options, prepare_arrangement
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
-from tk_kernel_core.layout import next_power_of_two
+from tk_kernel_core.layout import next_power_of_two, row_stride
 
 _DEQUANTIZE = Kernel("tk_int8_gemm._decode_kernels", "dequantize_packed_kernel")
 

@@ -6,8 +6,9 @@ for each such combination and kept as a plan.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from tk_int8_gemm._launch import (
 )
 from tk_int8_gemm._quantize import FLOATS, ZERO_POINTS, check_channels
 from tk_int8_gemm._reference import int8_gemm_torch, no_autocast, quantize_per_token_torch, w8a8_gemm_torch
+from tk_kernel_core import layout
 from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_same_device, check_shape, check_tensor
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.gemm import backend_options
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
+from tk_kernel_core.layout import row_stride
 
 _INT8_GEMM = Kernel("tk_int8_gemm._kernels", "int8_gemm_kernel")
 _W8A8_GEMM = Kernel("tk_int8_gemm._kernels", "w8a8_gemm_kernel")
@@ -34,7 +37,8 @@ _ROW_SUMS = Kernel("tk_int8_gemm._kernels", "row_sums_kernel")
 _DEQUANTIZE = Kernel("tk_int8_gemm._kernels", "dequantize_kernel")
 
 Plan = Callable[..., Any]
-_PLANS: PlanCache[Plan] = PlanCache()
+planned = PlanCache[Plan]().plan_for
+rows_of = functools.partial(layout.rows_of, longest_row=LONGEST_ROW)
 
 
 def check_arguments(
@@ -227,35 +231,8 @@ def quantize_plan(x: Any, with_sums: bool) -> Plan:
     return planned(("quantize", with_sums), (x,), make)
 
 
-def planned(form: tuple[Hashable, ...], tensors: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-    try:
-        key = (
-            *form,
-            *(part is not None and (part.shape, part.stride(), part.dtype, part.device) for part in tensors),
-        )
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError):
-        # Some argument is not what it should be; the checks say which.
-        make()
-        raise
-    return _PLANS.remember(key, make(), tensors[0].device) if plan is None else plan
-
-
 def _by_reference(x: torch.Tensor, weight_int8: torch.Tensor) -> bool:
     return x.numel() == 0 or weight_int8.numel() == 0 or backend_of("x", x) == "reference"
-
-
-def rows_of(x: Any) -> Any:
-    """Bring a tensor to [M, K] with neighbouring elements in each row, and rows that the kernels reach."""
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    is_reached = (x.stride(1) == 1 or x.shape[1] == 1) and row_stride(x) <= LONGEST_ROW
-    return x if is_reached else x.contiguous()
-
-
-def row_stride(rows: torch.Tensor) -> int:
-    """Return the distance of two rows of [M, K], in elements; a single row has none of its own."""
-    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 def _vector(value: Any, n: int, dtype: torch.dtype | None = None) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tk_moe_dispatch import _expert_plans, _operators, _sorted_plans
 from tk_moe_dispatch._checks import check_ffn, check_fused_experts, check_fused_ffn, check_grouped_gemm, check_layer
-from tk_moe_dispatch._ops import call
+from tk_moe_dispatch._ops import RECENT
 from tk_moe_dispatch._reference import GatedLayout, Gating
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def fused_experts(
     operands = x, w13, w2, topk_weights, topk_ids, expert_map, w13_bias, w2_bias, shared_w13, shared_w2
     settings = layout, alpha, beta, limit, capacity_factor
     plan_of, operator = _expert_plans.fused_experts_plan, _operators.fused_experts
-    y: torch.Tensor = call("fused_experts", operands, settings, check_fused_experts, plan_of, operator)
+    y: torch.Tensor = RECENT.call("fused_experts", operands, settings, check_fused_experts, plan_of, operator)
     return y
 
 
@@ -112,7 +112,7 @@ def fused_moe_forward(
     operands, settings = (hidden_states, router_weight, w_gate, w_up, w_down), (num_experts, top_k, gating)
     plan_of, operator = _expert_plans.fused_moe_forward_plan, _operators.fused_moe_forward
     three: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    three = call("fused_moe_forward", operands, settings, check_layer, plan_of, operator)
+    three = RECENT.call("fused_moe_forward", operands, settings, check_layer, plan_of, operator)
     return three
 
 
@@ -139,7 +139,7 @@ def grouped_gemm(
     """
     operands, plan_of = (tokens, weights, expert_offsets), _sorted_plans.grouped_gemm_plan
     operator = _operators.grouped_gemm
-    y: torch.Tensor = call("grouped_gemm", operands, (num_experts,), check_grouped_gemm, plan_of, operator)
+    y: torch.Tensor = RECENT.call("grouped_gemm", operands, (num_experts,), check_grouped_gemm, plan_of, operator)
     return y
 
 
@@ -170,7 +170,7 @@ def expert_ffn_triton(
         NotImplementedError: A gradient is wanted.
     """
     operands, plan_of = (permuted, w_gate, w_up, w_down, expert_offsets), _sorted_plans.expert_ffn_plan
-    y: torch.Tensor = call("expert_ffn", operands, (num_experts,), check_ffn, plan_of, _operators.expert_ffn)
+    y: torch.Tensor = RECENT.call("expert_ffn", operands, (num_experts,), check_ffn, plan_of, _operators.expert_ffn)
     return y
 
 
@@ -211,5 +211,5 @@ def fused_expert_ffn(
     operands = permuted, w_gate, w_up, w_down, expert_offsets, weights, sorted_idx
     sizes, plan_of = (num_experts, num_tokens, top_k), _sorted_plans.fused_expert_ffn_plan
     operator = _operators.fused_expert_ffn
-    y: torch.Tensor = call("fused_expert_ffn", operands, sizes, check_fused_ffn, plan_of, operator)
+    y: torch.Tensor = RECENT.call("fused_expert_ffn", operands, sizes, check_fused_ffn, plan_of, operator)
     return y

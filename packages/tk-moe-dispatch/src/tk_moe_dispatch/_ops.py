@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
+import torch  # noqa: TC002 - annotations of public functions may be looked up at run time
 
-from tk_kernel_core.launch import is_planning
 from tk_kernel_core.recent import RecentPlans
-from tk_kernel_core.registration import takes_operator
 from tk_moe_dispatch import _operators, _plans, _routing_plans
 from tk_moe_dispatch._checks import (
     check_combination,
@@ -21,7 +18,7 @@ from tk_moe_dispatch._checks import (
 from tk_moe_dispatch._plans import Plan
 from tk_moe_dispatch._reference import Gating, Routing
 
-_RECENT: RecentPlans[Plan] = RecentPlans()
+RECENT: RecentPlans[Plan] = RecentPlans()
 
 
 def moe_router(
@@ -71,7 +68,7 @@ def moe_router(
     operands = hidden, router_weight, router_bias, correction_bias
     settings = top_k, gating, renormalize, n_groups, topk_groups, routed_scaling_factor
     plan_of, operator = _routing_plans.moe_router_plan, _operators.moe_router
-    return Routing(*call("moe_router", operands, settings, check_router, plan_of, operator))
+    return Routing(*RECENT.call("moe_router", operands, settings, check_router, plan_of, operator))
 
 
 def route_topk(
@@ -119,7 +116,7 @@ def route_topk(
     settings = top_k, gating, renormalize, n_groups, topk_groups, routed_scaling_factor
     plan_of, operator = _routing_plans.route_topk_plan, _operators.route_topk
     pair: tuple[torch.Tensor, torch.Tensor]
-    pair = call("route_topk", (logits, correction_bias), settings, check_logits, plan_of, operator)
+    pair = RECENT.call("route_topk", (logits, correction_bias), settings, check_logits, plan_of, operator)
     return pair
 
 
@@ -146,7 +143,7 @@ def compute_permutation_indices(
     check, plan_of = _check_indices, _plans.permutation_plan
     operator = _operators.compute_permutation_indices
     triple: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    triple = call("compute_permutation_indices", (indices,), (num_experts,), check, plan_of, operator)
+    triple = RECENT.call("compute_permutation_indices", (indices,), (num_experts,), check, plan_of, operator)
     return triple
 
 
@@ -171,7 +168,7 @@ def permute_tokens(
     """
     operands, plan_of, operator = (hidden, indices), _plans.permute_plan, _operators.permute_tokens
     four: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    four = call("permute_tokens", operands, (num_experts,), check_permutation, plan_of, operator)
+    four = RECENT.call("permute_tokens", operands, (num_experts,), check_permutation, plan_of, operator)
     return four
 
 
@@ -203,46 +200,9 @@ def unpermute_tokens(
     """
     operands, sizes = (expert_outputs, weights, restore_idx), (num_tokens, top_k)
     plan_of, operator = _plans.unpermute_plan, _operators.unpermute_tokens
-    y: torch.Tensor = call("unpermute_tokens", operands, sizes, check_combination, plan_of, operator)
+    y: torch.Tensor = RECENT.call("unpermute_tokens", operands, sizes, check_combination, plan_of, operator)
     return y
 
 
 def _check_indices(indices: Any, num_experts: Any) -> None:
     check_indices("indices", indices, num_experts)
-
-
-def call(
-    name: str,
-    operands: tuple[Any, ...],
-    settings: tuple[Hashable, ...],
-    check: Callable[..., None],
-    plan_of: Callable[..., Plan],
-    operator: Callable[..., Any],
-) -> Any:
-    """Carry out a function: by the plan of a call like it, by a new plan, or by the operator.
-
-    Args:
-        name: Of the function.
-        operands: Tensors, or None for those left out. A plan takes these.
-        settings: What else there is to say. All that follow take operands and settings.
-        check: Raises errors for arguments that the function does not take.
-        plan_of: Returns the plan.
-        operator: The registered operator.
-    """
-    tensors = tuple(operand for operand in operands if operand is not None)
-    known_as = name, settings, tuple(operand is None for operand in operands)
-    plan = _RECENT.find(known_as, tensors)
-    if plan is None:
-        if takes_operator(*tensors) or _has_no_data(operands[0]):
-            if not torch.compiler.is_compiling():
-                # Before the dispatcher words the error; while compiling, the fake implementation checks.
-                check(*operands, *settings)
-            return operator(*operands, *settings)
-        plan = plan_of(*operands, *settings)
-        _RECENT.remember(known_as, tensors, plan)
-    return plan(*operands)
-
-
-def _has_no_data(operand: Any) -> bool:
-    """Whether only the shapes of results are wanted, and not the launches either."""
-    return isinstance(operand, torch.Tensor) and operand.is_meta and not is_planning()

@@ -6,14 +6,18 @@ for each such combination and kept as a plan. Nothing waits for the GPU: grids a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tk_kernel_core import layout
 from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.gemm import backend_options
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
+from tk_kernel_core.layout import row_stride
 from tk_moe_dispatch._checks import (
     check_combination,
     check_indices,
@@ -40,7 +44,8 @@ BLOCK_TILES = 128
 """Tiles of no expert that a program writes at a time."""
 
 Plan = Callable[..., Any]
-_PLANS: PlanCache[Plan] = PlanCache()
+planned = PlanCache[Plan]().plan_for
+rows_of = functools.partial(layout.rows_of, longest_row=LONGEST_ROW)
 
 
 def compute_permutation_indices(indices: Any, num_experts: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,7 +103,7 @@ def schedule_plan(
             return by_reference
         config = schedule_config(n_slots, num_experts, launch_target(device))
         n_tiles = 0 if block_m is None else max_tiles(n_slots, num_experts, block_m)
-        options = options_of(config.num_warps, config.dependent_launch)
+        options = backend_options(config.num_warps, config.dependent_launch)
         grid = (config.n_chunks, 1, 1)
         sizes = (num_experts if expert_map is None else expert_map.shape[0], num_experts)
         shared = {"BLOCK_E": config.block_e, "CHUNK": config.chunk}
@@ -182,7 +187,7 @@ def gather_plan(hidden: Any, n_rows: int, top_k: int, dtype: torch.dtype = torch
                 "DEPENDENT_LAUNCH": config.dependent_launch,
             },
             hidden.device,
-            **options_of(config.num_warps, config.dependent_launch),
+            **backend_options(config.num_warps, config.dependent_launch),
         )
         new_rows = allocator((n_rows, width), hidden.dtype, hidden.device)
 
@@ -249,7 +254,7 @@ def combination(
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
         device,
-        **options_of(config.num_warps, config.dependent_launch),
+        **backend_options(config.num_warps, config.dependent_launch),
     )
     new_y = allocator((n_tokens, width), dtype, device)
 
@@ -261,39 +266,6 @@ def combination(
     return combine
 
 
-def planned(form: tuple[Hashable, ...], tensors: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-    """Return the plan for tensors like these, made only once."""
-    try:
-        key = (
-            *form,
-            *(part is not None and (part.shape, part.stride(), part.dtype, part.device) for part in tensors),
-        )
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError):
-        # Some argument is not what it should be; the checks say which.
-        make()
-        raise
-    return _PLANS.remember(key, make(), tensors[0].device) if plan is None else plan
-
-
-def rows_of(x: Any) -> Any:
-    """Bring a tensor to [M, K] with neighbouring elements in each row, and rows that the kernels reach."""
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    is_reached = (x.stride(1) == 1 or x.shape[1] == 1) and row_stride(x) <= LONGEST_ROW
-    return x if is_reached else x.contiguous()
-
-
-def row_stride(rows: torch.Tensor) -> int:
-    """Return the distance of two rows of [M, K], in elements; a single row has none of its own."""
-    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
-
-
 def contiguous(tensor: Any) -> Any:
     """Bring an optional tensor to contiguous memory."""
     return None if tensor is None else tensor.contiguous()
-
-
-def options_of(num_warps: int, dependent_launch: bool) -> dict[str, Any]:
-    """Return the launch options for Triton's backend."""
-    return {"num_warps": num_warps, **({"launch_pdl": True} if dependent_launch else {})}

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.gemm import backend_options
 from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
-from tk_kernel_core.layout import next_power_of_two
+from tk_kernel_core.layout import next_power_of_two, row_stride
 from tk_moe_dispatch._checks import check_logits, check_router
 from tk_moe_dispatch._launch import logits_config, route_config
-from tk_moe_dispatch._plans import Plan, contiguous, options_of, planned, row_stride, rows_of
+from tk_moe_dispatch._plans import Plan, contiguous, planned, rows_of
 from tk_moe_dispatch._reference import moe_router_torch, no_autocast, route_topk_torch
 
 _LOGITS = Kernel("tk_moe_dispatch._routing_kernels", "router_logits_kernel")
@@ -128,7 +129,7 @@ def _scoring(rows: torch.Tensor, router_weight: torch.Tensor) -> tuple[int, Call
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
         device,
-        **options_of(config.num_warps, config.dependent_launch),
+        **backend_options(config.num_warps, config.dependent_launch),
     )
     new_parts = allocator((config.n_parts, n_tokens, n_experts), torch.float32, device)
 
@@ -165,7 +166,7 @@ def _choice(n_tokens: int, n_experts: int, n_parts: int, settings: Any, device: 
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },
         device,
-        **options_of(config.num_warps, config.dependent_launch),
+        **backend_options(config.num_warps, config.dependent_launch),
     )
     new_ids = allocator((n_tokens, top_k), torch.int64, device)
     new_weights = allocator((n_tokens, top_k), torch.float32, device)

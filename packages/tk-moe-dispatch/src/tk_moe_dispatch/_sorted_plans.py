@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tk_kernel_core.dispatch import backend_of
+from tk_kernel_core.gemm import backend_options
 from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import next_power_of_two
 from tk_moe_dispatch._checks import check_ffn, check_fused_ffn, check_grouped_gemm
@@ -15,7 +16,7 @@ from tk_moe_dispatch._expert_plans import aligned, in_rows, products, take_descr
 from tk_moe_dispatch._gemm_launch import SortedExperts, gemm_config, rows_per_tile
 from tk_moe_dispatch._gemm_plans import PLAIN, gemm_launch
 from tk_moe_dispatch._launch import max_tiles
-from tk_moe_dispatch._plans import BLOCK_TILES, Plan, combination, options_of, planned
+from tk_moe_dispatch._plans import BLOCK_TILES, Plan, combination, planned
 from tk_moe_dispatch._reference import expert_ffn_torch, fused_expert_ffn_torch, grouped_gemm_torch
 
 _TILES = Kernel("tk_moe_dispatch._kernels", "tiles_kernel")
@@ -191,7 +192,7 @@ def _tiles(n_rows: int, num_experts: int, block_m: int, offsets: torch.Tensor) -
             "DEPENDENT_LAUNCH": target.is_hopper_or_later,
         },
         device,
-        **options_of(target.warps(min(512, max(128, block_e))), target.is_hopper_or_later),
+        **backend_options(target.warps(min(512, max(128, block_e))), target.is_hopper_or_later),
     )
     new_tiles = allocator((n_tiles, 4), torch.int32, device)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
-
-import torch
+import torch  # noqa: TC002 - annotations of public functions may be looked up at run time
 
 from tk_kernel_core.recent import RecentPlans
-from tk_kernel_core.registration import takes_operator
 from tk_w4a16 import _operators, _plans
 from tk_w4a16._packing import PackedInt4Weight
 from tk_w4a16._plans import Plan
@@ -45,7 +41,8 @@ def w4a16_linear(x: torch.Tensor, weight: PackedInt4Weight, bias: torch.Tensor |
     operands = x, weight.codes, weight.scales, weight.zeros, weight.permutation, bias
     settings = weight.group_size, weight.out_features, weight.in_features
     check, plan_of = _plans.check_linear, _plans.linear_plan
-    return _call("w4a16_linear", operands, settings, check, plan_of, _operators.w4a16_linear)
+    y: torch.Tensor = _RECENT.call("w4a16_linear", operands, settings, check, plan_of, _operators.w4a16_linear)
+    return y
 
 
 def w4a16_gemm(
@@ -76,38 +73,7 @@ def w4a16_gemm(
         NotImplementedError: Scales or zero points require a gradient.
     """
     operands = x, packed, scales, zeros
-    return _call("w4a16_gemm", operands, (group_size,), _plans.check_gemm, _plans.gemm_plan, _operators.w4a16_gemm)
-
-
-def _call(
-    name: str,
-    operands: tuple[Any, ...],
-    settings: tuple[Hashable, ...],
-    check: Callable[..., None],
-    plan_of: Callable[..., Plan],
-    operator: Callable[..., Any],
-) -> torch.Tensor:
-    """Carry out a product: by the plan of a call like it, by a new plan, or by the operator.
-
-    Args:
-        name: Of the product.
-        operands: Tensors, or None for those left out. A plan takes these.
-        settings: What else there is to say. All that follow take operands and settings.
-        check: Raises errors for arguments that the product does not take.
-        plan_of: Returns the plan.
-        operator: The registered operator.
-    """
-    tensors = tuple(operand for operand in operands if operand is not None)
-    known_as = name, settings, tuple(operand is None for operand in operands)
-    plan = _RECENT.find(known_as, tensors)
-    if plan is None:
-        if takes_operator(*tensors):
-            if not torch.compiler.is_compiling():
-                # Before the dispatcher words the error; while compiling, the fake implementation checks.
-                check(*operands, *settings)
-            y: torch.Tensor = operator(*operands, *settings)
-            return y
-        plan = plan_of(*operands, *settings)
-        _RECENT.remember(known_as, tensors, plan)
-    result: torch.Tensor = plan(*operands)
-    return result
+    y: torch.Tensor = _RECENT.call(
+        "w4a16_gemm", operands, (group_size,), _plans.check_gemm, _plans.gemm_plan, _operators.w4a16_gemm
+    )
+    return y

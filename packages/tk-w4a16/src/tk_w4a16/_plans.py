@@ -7,7 +7,7 @@ for each such combination and kept as a plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tk_kernel_core.checks import check_choice, check_same_device, check_shape, 
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.gemm import backend_options, parts_of, prepare_arrangement, unit_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
+from tk_kernel_core.layout import row_stride, rows_of
 from tk_w4a16._decode_launch import prepare_decode, prepare_dequantize
 from tk_w4a16._launch import (
     GATHER_BLOCK,
@@ -34,7 +35,7 @@ _DEQUANTIZE_PLAIN = Kernel("tk_w4a16._kernels", "dequantize_plain_kernel")
 _GATHER = Kernel("tk_w4a16._kernels", "gather_columns_kernel")
 
 Plan = Callable[..., Any]
-_PLANS: PlanCache[Plan] = PlanCache()
+_planned = PlanCache[Plan]().plan_for
 
 
 def check_linear(
@@ -323,32 +324,6 @@ def _dequantizing_plain(x: Any, n: int, n_groups: int, group_size: int) -> Plan:
         return y
 
     return multiply
-
-
-def _planned(form: tuple[Hashable, ...], tensors: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-    try:
-        key = (
-            *form,
-            *(part is not None and (part.shape, part.stride(), part.dtype, part.device) for part in tensors),
-        )
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError):
-        # Some argument is not what it should be; the checks say which.
-        make()
-        raise
-    return _PLANS.remember(key, make(), tensors[0].device) if plan is None else plan
-
-
-def rows_of(x: Any) -> Any:
-    """Bring a tensor to [M, K] with neighbouring elements in each row."""
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def row_stride(rows: torch.Tensor) -> int:
-    """Return the distance of two rows of [M, K], in elements; a single row has none of its own."""
-    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 def _narrow(values: Any) -> Any:

@@ -186,6 +186,26 @@ class PlanCache(dict[Hashable, PlanT], Generic[PlanT]):
             self[key] = plan
         return plan
 
+    def plan_for(self, form: tuple[Hashable, ...], tensors: tuple[Any, ...], make: Callable[[], PlanT]) -> PlanT:
+        """Return the plan for tensors like these, made only once.
+
+        Args:
+            form: All else that the plan depends on.
+            tensors: Tensors, or None for those left out; the first is none of these.
+            make: Checks the arguments, and makes the plan.
+        """
+        try:
+            key = (
+                *form,
+                *(part is not None and (part.shape, part.stride(), part.dtype, part.device) for part in tensors),
+            )
+            plan = self.get(key)
+        except (AttributeError, TypeError):
+            # Some argument is not what it should be; the checks say which.
+            make()
+            raise
+        return self.remember(key, make(), tensors[0].device) if plan is None else plan
+
 
 class PreparedLaunch:
     """A kernel launch with everything fixed except which tensors, of the same dtypes, it works on.

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -118,3 +118,21 @@ def overlap_check(a: torch.Tensor, b: torch.Tensor) -> Callable[[int], bool]:
         return not (pitch and row_a <= distance % pitch <= pitch - row_b)
 
     return may_share
+
+
+def rows_of(x: Any, longest_row: int | None = None) -> Any:
+    """Bring a tensor [..., K] to [M, K] with neighbouring elements in each row, copying it where it must be.
+
+    Args:
+        x: Of at least one dimension.
+        longest_row: Most elements between the starts of two rows; None allows any number.
+    """
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    is_reached = longest_row is None or row_stride(x) <= longest_row
+    return x if is_reached and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
+
+
+def row_stride(rows: torch.Tensor) -> int:
+    """Return the distance of two rows of [M, K], in elements; a single row has none of its own."""
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]

@@ -13,6 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from tk_kernel_core.launch import is_planning
+from tk_kernel_core.registration import takes_operator
+
 GUARDS_TORCH_VERSIONS = ("2.11.", "2.13.")
 """Releases of torch for whose guards this was written and tested. They are no public interface; others do without."""
 
@@ -77,3 +80,39 @@ class RecentPlans(Generic[PlanT]):
                 self._plans.clear()
             self._plans[key] = ((guards.check, plan), *self._plans.get(key, ())[: self.KEPT - 1])
         return plan
+
+    def call(
+        self,
+        name: str,
+        operands: tuple[Any, ...],
+        settings: tuple[Hashable, ...],
+        check: Callable[..., None],
+        plan_of: Callable[..., PlanT],
+        operator: Callable[..., Any],
+    ) -> Any:
+        """Carry out a function: by the plan of a call like it, by a new plan, or by the operator.
+
+        Args:
+            name: Of the function.
+            operands: Tensors, or None for those left out. A plan is a function of these.
+            settings: What else there is to say. All that follow take operands and settings.
+            check: Raises errors for arguments that the function does not take.
+            plan_of: Returns the plan.
+            operator: The registered operator.
+        """
+        tensors = tuple(operand for operand in operands if operand is not None)
+        form = name, settings, tuple(operand is None for operand in operands)
+        plan: Any = self.find(form, tensors)
+        if plan is None:
+            if takes_operator(*tensors) or _has_no_data(operands[0]):
+                if not torch.compiler.is_compiling():
+                    # Before the dispatcher words the error; while compiling, the fake implementation checks.
+                    check(*operands, *settings)
+                return operator(*operands, *settings)
+            plan = self.remember(form, tensors, plan_of(*operands, *settings))
+        return plan(*operands)
+
+
+def _has_no_data(operand: Any) -> bool:
+    """Whether only the shapes of results are wanted, and not the launches either."""
+    return isinstance(operand, torch.Tensor) and operand.is_meta and not is_planning()
