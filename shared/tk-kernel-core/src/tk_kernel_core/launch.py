@@ -191,18 +191,14 @@ class PlanCache(dict[Hashable, PlanT], Generic[PlanT]):
 
         Args:
             form: All else that the plan depends on.
-            tensors: Tensors, or None for those left out; the first is none of these.
+            tensors: The first is none of those left out, which are None.
             make: Checks the arguments, and makes the plan.
         """
         try:
-            key = (
-                *form,
-                *(part is not None and (part.shape, part.stride(), part.dtype, part.device) for part in tensors),
-            )
-            plan = self.get(key)
+            places = (part is not None and (part.shape, part.stride(), part.dtype, part.device) for part in tensors)
+            plan = self.get(key := (*form, *places))
         except (AttributeError, TypeError):
-            # Some argument is not what it should be; the checks say which.
-            make()
+            make()  # Some argument is not what it should be; the checks say which.
             raise
         return self.remember(key, make(), tensors[0].device) if plan is None else plan
 
