@@ -253,8 +253,7 @@ def test_no_operand_passes_through_shared_memory_or_another_lane(
     # An operand that is not where it belongs would take a move for each instruction, at least.
     assert before["MOV"] < 0.5 * before["HMMA"]
     resources = inspect(compiled)
-    # 16 rows take every register there is, in code with no loop: two may be put away, once.
-    assert resources.spill_bytes <= (8 if m == 16 and group_size == 128 else 0)
+    assert resources.spill_bytes == 0
     # Three programs of four warps fit a multiprocessor's registers.
     assert resources.registers <= 168
 
@@ -287,7 +286,7 @@ def test_the_launch_covers_the_weight(m: int, n: int, k: int, group_size: int, t
     assert config.block_m == (16 if m > 8 or target.backend == "hip" else 1 if m == 1 else 8)
     assert 1 <= config.ahead <= config.steps
     assert config.tiles in (1, 2)
-    assert config.num_warps in (1, 2, 4, 8)
+    assert config.num_warps in (1, 2, 4, 8, 16)
     assert 1 <= config.split <= 16
     assert config.dependent_launch == (target.name in ("sm_90", "sm_100"))
     prepared = prepare_decode(m, n, k, k, group_size, target, has_zeros=has_zeros)
@@ -308,21 +307,21 @@ def test_the_launch_covers_the_weight(m: int, n: int, k: int, group_size: int, t
         (1, 11_008, 4096, 32, (1, 4, 8, 4, 1, 1, None)),
         (1, 4096, 4096, 128, (1, 4, 8, 4, 1, 1, 255)),
         # A program of 16 warps on each multiprocessor.
-        (1, 4096, 11_008, 128, (2, 16, 8, 2, 1, 1, None)),
+        (1, 4096, 11_008, 128, (2, 16, 8, 2, 1, 1, 128)),
         (1, 1024, 4096, 128, (1, 1, 8, 4, 1, 4, 255)),
         # All at once, and then they share the registers.
         (8, 11_008, 4096, 128, (2, 4, 8, 2, 1, 1, 168)),
         (8, 14_336, 4096, 128, (2, 4, 8, 2, 1, 1, 128)),
-        (8, 4096, 11_008, 128, (1, 8, 11, 4, 1, 1, 128)),
-        (8, 28_672, 8192, 128, (2, 4, 16, 2, 1, 1, None)),
-        (8, 11_008, 4096, 64, (1, 4, 8, 4, 1, 1, None)),
-        (16, 11_008, 4096, 128, (2, 4, 8, 2, 1, 1, 168)),
+        (8, 4096, 11_008, 128, (1, 8, 11, 2, 1, 1, 128)),
+        (8, 28_672, 8192, 128, (2, 4, 4, 2, 4, 1, 128)),
+        (8, 11_008, 4096, 64, (1, 4, 8, 2, 1, 1, None)),
+        (16, 11_008, 4096, 128, (2, 4, 4, 2, 2, 1, 168)),
         (16, 6144, 4096, 128, (1, 4, 8, 2, 1, 1, 168)),
         (16, 4096, 4096, 128, (1, 4, 8, 2, 1, 1, 255)),
         (16, 4096, 11_008, 128, (1, 4, 11, 2, 2, 1, 255)),
         (16, 1024, 4096, 128, (1, 4, 2, 2, 1, 4, 255)),
         (16, 11_008, 4096, 32, (1, 4, 8, 2, 1, 1, None)),
-        (16, 28_672, 8192, 128, (2, 4, 8, 2, 2, 1, None)),
+        (16, 28_672, 8192, 128, (2, 4, 4, 2, 4, 1, 128)),
     ],
 )
 def test_choices_on_an_h200(m: int, n: int, k: int, group_size: int, want: tuple[int | None, ...]) -> None:
@@ -330,9 +329,10 @@ def test_choices_on_an_h200(m: int, n: int, k: int, group_size: int, want: tuple
     assert (c.tiles, c.num_warps, c.steps, c.ahead, c.iterations, c.split, c.most_registers) == want
 
 
-@pytest.mark.parametrize(("n", "k", "want"), [(11_008, 4096, 2), (4096, 11_008, 2), (28_672, 8192, 1)])
-def test_a_second_step_with_zero_points_is_for_programs_that_run_all_at_once(n: int, k: int, want: int) -> None:
-    assert decode_config(16, n, k, 128, H200, has_zeros=True).ahead == want
+@pytest.mark.parametrize(("m", "n", "k", "want"), [(16, 11_008, 4096, (2, 4)), (8, 28_672, 8192, (2, 8))])
+def test_zero_points_take_the_registers_of_longer_turns(m: int, n: int, k: int, want: tuple[int, int]) -> None:
+    c = decode_config(m, n, k, 128, H200, has_zeros=True)
+    assert (c.steps, c.iterations) == want
 
 
 def opcodes_of(compiled: CompiledObject) -> list[str]:

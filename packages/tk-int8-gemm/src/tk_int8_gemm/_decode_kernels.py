@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import (
-    finish,
+    add_parts,
     keep_loads_above,
     load_words,
     load_x,
     select,
+    store,
     wait_for_predecessor,
 )
 
@@ -173,7 +174,9 @@ def int8_decode_row_kernel(
     features = tl.program_id(0) * (TILES * 16) + places
     exists = features < n_features
     total = _scaled(total, x_sum, features, exists, scale_ptr, zero_point_ptr)
-    finish(y_ptr + features, total, places, exists, features, exists, bias_ptr, partial_ptr, counter_ptr, SPLIT)
+    total, is_last = add_parts(total, places, partial_ptr, counter_ptr, SPLIT)
+    if is_last:
+        store(y_ptr + features, total, exists, features, exists, bias_ptr)
 
 
 @triton.jit(do_not_specialize=["n_rows", "stride_x"])
@@ -266,18 +269,10 @@ def int8_decode_kernel(
     features = tl.program_id(0) * (TILES * 16) + local_features
     feature_exists = features < n_features
     total = _scaled(total, x_sum, features, feature_exists, scale_ptr, zero_point_ptr)
-    finish(
-        y_ptr + rows.to(tl.int64) * n_features + features,
-        total,
-        rows * (TILES * 16) + local_features,
-        (rows < n_rows) & feature_exists,
-        features,
-        feature_exists,
-        bias_ptr,
-        partial_ptr,
-        counter_ptr,
-        SPLIT,
-    )
+    total, is_last = add_parts(total, rows * (TILES * 16) + local_features, partial_ptr, counter_ptr, SPLIT)
+    if is_last:
+        y_ptrs = y_ptr + rows.to(tl.int64) * n_features + features
+        store(y_ptrs, total, (rows < n_rows) & feature_exists, features, feature_exists, bias_ptr)
 
 
 @triton.jit(do_not_specialize=["n_rows"])

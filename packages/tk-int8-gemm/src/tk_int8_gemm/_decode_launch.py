@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tk_kernel_core.gemm import PreparedProduct, backend_options, unit_of
+from tk_kernel_core.gemm import PreparedProduct, backend_options, register_share, unit_of
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.layout import next_power_of_two
 
@@ -18,6 +18,8 @@ DECODE_ROWS = 16
 _TILE, _GROUP = 16, 128
 # The program that comes last adds up so many partial results at most.
 _MOST_SPLITS = 16
+# Of two tiles each, on a multiprocessor at a time.
+_MOST_PROGRAMS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,11 @@ def decode_config(
         # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
         iterations = -(-n_own // (1 if is_amd else 8 if is_bfloat16 else 16))
         steps = -(-n_own // iterations)
-        # A second step of two tiles ahead leaves registers for three programs on a multiprocessor.
-        ahead = min(steps, 2 if tiles == 2 and not is_amd and n_programs * split <= 3 * target.compute_units else 1)
-        x_ahead = 0 if is_amd else 1
-        per_unit = -(-n_programs * split // target.compute_units)
-        if target.name == "sm_90" and tiles == 2 and 5 < per_unit <= 7 and not (is_bfloat16 or has_zero_point):
-            # Seven programs on a multiprocessor: all run at once, which is worth a dozen registers that spill, each
-            # once. More would, and in the stream of the weight, for bfloat16 or zero points.
-            most_registers = 72
+        ahead, x_ahead = 1, 0 if is_amd else 1
+        if tiles == 2 and num_warps == 4:
+            # With a fifth program there would be too few registers for what each has on its way.
+            per_unit = min(_MOST_PROGRAMS, -(-n_programs * split // target.compute_units))
+            most_registers = register_share(num_warps, per_unit, target)
     # Rounding up may have left the last programs nothing.
     split = -(-n_groups // (num_warps * steps * iterations))
     return DecodeConfig(

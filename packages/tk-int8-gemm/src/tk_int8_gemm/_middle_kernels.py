@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tk_int8_gemm._decode_kernels import BLOCK_WORDS, BLOCKS, GROUP, GROUP_WORDS, dequantise
-from tk_kernel_core.gemm_kernels import end_chain, finish, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import add_operand_parts, end_chain, store, wait_for_predecessor
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -27,7 +27,6 @@ def int8_middle_kernel(
     n_rows,
     n_features,
     BLOCK_M: tl.constexpr,
-    TILES: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
@@ -36,7 +35,7 @@ def int8_middle_kernel(
     DESCRIPTORS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """BLOCK_M rows of x by TILES * WARPS tiles of 16 output features, over a SPLIT-th of K.
+    """BLOCK_M rows of x by 16 output features for each of WARPS warps, over a SPLIT-th of K.
 
     arranged is a descriptor of blocks [BLOCK_M, GROUP], or a pointer; it has whole blocks of rows, and what those
     beyond n_rows hold does not matter. The sums of the rows of x come from x_sum_ptr where there are zero points.
@@ -44,7 +43,7 @@ def int8_middle_kernel(
     """
     N_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
     OWN_GROUPS: tl.constexpr = (N_GROUPS + SPLIT - 1) // SPLIT
-    BLOCK_N: tl.constexpr = 16 * TILES * WARPS
+    BLOCK_N: tl.constexpr = 16 * WARPS
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     n_row_programs = tl.cdiv(n_rows, BLOCK_M)
     first_row = (tl.program_id(0) % n_row_programs) * BLOCK_M
@@ -55,10 +54,10 @@ def int8_middle_kernel(
         first = tl.program_id(1) * OWN_GROUPS
         last = tl.minimum(first + OWN_GROUPS, N_GROUPS)
 
-    # [WARPS, TILES, BLOCKS, BLOCK_WORDS]; tiles that do not exist repeat the last one.
-    tiles = tl.arange(0, TILES)[None, :, None, None] * WARPS + tl.arange(0, WARPS)[:, None, None, None]
-    tiles = tl.minimum(program_n * (TILES * WARPS) + tiles, tl.cdiv(n_features, 16) - 1).to(tl.int64)
-    words = tl.arange(0, BLOCKS)[None, None, :, None] * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, None, None, :]
+    # [WARPS, BLOCKS, BLOCK_WORDS]; tiles that do not exist repeat the last one.
+    tiles = program_n * WARPS + tl.arange(0, WARPS)[:, None, None]
+    tiles = tl.minimum(tiles, tl.cdiv(n_features, 16) - 1).to(tl.int64)
+    words = tl.arange(0, BLOCKS)[None, :, None] * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, None, :]
     word_ptrs = codes_ptr + (tiles * N_GROUPS + first) * GROUP_WORDS + words
     if not DESCRIPTORS:
         x_rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -83,9 +82,9 @@ def int8_middle_kernel(
         else:
             x = tl.load(x_ptrs)
             x_ptrs += GROUP
-        # warp, tile, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
-        codes = tl.reshape(dequantise(these_words, dtype, PTX), [WARPS, TILES, BLOCKS, 8, 4, 2, 2, 2, 2])
-        codes = tl.reshape(tl.permute(codes, (1, 0, 5, 3, 2, 6, 8, 4, 7)), [BLOCK_N, GROUP])
+        # warp, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
+        codes = tl.reshape(dequantise(these_words, dtype, PTX), [WARPS, BLOCKS, 8, 4, 2, 2, 2, 2])
+        codes = tl.reshape(tl.permute(codes, (0, 4, 2, 1, 5, 7, 3, 6)), [BLOCK_N, GROUP])
         total = tl.dot(codes, x.T, total)
         total = end_chain(total, PTX)
 
@@ -97,15 +96,7 @@ def int8_middle_kernel(
         x_sum = tl.load(x_sum_ptr + rows, mask=row_exists & (first == 0), other=0.0)
         total -= tl.load(zero_point_ptr + features, mask=feature_exists, other=0.0) * x_sum
     total *= tl.load(scale_ptr + features, mask=feature_exists, other=0.0)
-    finish(
-        y_ptr + rows.to(tl.int64) * n_features + features,
-        total,
-        tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None],
-        row_exists & feature_exists,
-        features,
-        feature_exists,
-        bias_ptr,
-        partial_ptr,
-        counter_ptr,
-        SPLIT,
-    )
+    total, is_last = add_operand_parts(total, partial_ptr, counter_ptr, SPLIT)
+    if is_last:
+        y_ptrs = y_ptr + rows.to(tl.int64) * n_features + features
+        store(y_ptrs, total, row_exists & feature_exists, features, feature_exists, bias_ptr)

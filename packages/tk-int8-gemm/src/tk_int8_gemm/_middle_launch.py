@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tk_int8_gemm._decode_launch import DECODE_ROWS
-from tk_kernel_core.gemm import PreparedProduct, backend_options
+from tk_kernel_core.gemm import PreparedProduct, backend_options, register_share, split_steps
 from tk_kernel_core.interpreter import interpreting
 
 if TYPE_CHECKING:
@@ -17,10 +17,8 @@ MIDDLE_ROWS = 256
 
 _MODULE = "tk_int8_gemm._middle_kernels"
 _TILE, _GROUP = 16, 128
-_MOST_SPLITS = 16
-_WARPS = 4
-# Output features from which on wider tiles still make enough programs.
-_WIDE = 12_288
+# Times the rows of a program: what the one that comes last adds up.
+_MOST_PARTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +27,7 @@ class MiddleConfig:
 
     Attributes:
         block_m: Rows of x per program.
-        tiles: Tiles of 16 output features per warp.
-        num_warps: Warps per program, each with output features of its own.
+        num_warps: Warps per program, each with 16 output features of its own.
         stages: Groups of 128 input features of x on their way or in work at a time.
         split: Programs that share the input features of the same results.
         descriptors: Whether x is read through a descriptor.
@@ -39,7 +36,6 @@ class MiddleConfig:
     """
 
     block_m: int
-    tiles: int
     num_warps: int
     stages: int
     split: int
@@ -50,7 +46,7 @@ class MiddleConfig:
     @property
     def block_n(self) -> int:
         """Output features per program."""
-        return _TILE * self.tiles * self.num_warps
+        return _TILE * self.num_warps
 
 
 def linear_way(m: int, dtype: str) -> tuple[Literal["decode", "middle", "dequantize"], str]:
@@ -78,47 +74,29 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
         k: Input features.
         target: The GPU.
     """
-    # AMD's local data share holds no more than two groups of narrow tiles.
-    is_amd = target.backend == "hip"
-    num_warps, most_registers = _WARPS, None
+    num_warps, stages = 4, 2
     if m <= 32:
-        block_m, tiles, stages, programs_per_unit = 32, 1, 3, 4
-    elif m > 192 or (m > 64 and n >= _WIDE):
-        block_m, tiles, stages, programs_per_unit = 128, 1, 3, 2
-    elif m > 64 or n < _WIDE or target.name != "sm_90":
-        block_m, tiles, stages, programs_per_unit = 64, 1, 3, 3
+        block_m, stages, programs_per_unit = 32, 3, 4
+    elif m <= 64:
+        block_m, programs_per_unit = 64, 4
     else:
-        # So many features that fewer programs, which read x less often, still fill the GPU. Elsewhere registers spill.
-        block_m, tiles, stages, programs_per_unit = 64, 2, 3, 2
-    n_squares = -(-n // 128) * -(-m // 128)
-    if m > 64 and target.name == "sm_90" and 2 * n_squares >= 3 * target.compute_units:
-        # Square tiles read x half as often, but are few. Registers for two programs on a multiprocessor.
-        block_m, tiles, num_warps, stages, programs_per_unit, most_registers = 128, 1, 8, 3, 2, 128
-    if is_amd:
-        block_m, tiles, stages, programs_per_unit = min(block_m, 64), 1, 2, 2
-    n_programs = -(-n // (_TILE * tiles * num_warps)) * -(-m // block_m)
-    if block_m == 128 and num_warps == _WARPS and 2 * target.compute_units < n_programs <= 3 * target.compute_units:
-        # Shared memory for two stages of three programs: all run at once.
-        stages, programs_per_unit = 2, 3
+        block_m, programs_per_unit = 128, 3
+    if target.name == "sm_90" and m > 32 and 2 * -(-n // 128) * -(-m // block_m) >= 3 * target.compute_units:
+        # Wide tiles read x half as often, but are few.
+        num_warps, stages, programs_per_unit = 8, 3, 2
+    if target.backend == "hip":
+        # Its local data share holds no more than two groups of narrow tiles.
+        block_m, stages, programs_per_unit = min(block_m, 64), 2, 2
+    n_programs = -(-n // (_TILE * num_warps)) * -(-m // block_m)
     return MiddleConfig(
         block_m,
-        tiles,
         num_warps,
         stages,
-        _split(n_programs, -(-k // _GROUP), programs_per_unit * target.compute_units),
+        split_steps(n_programs, -(-k // _GROUP), programs_per_unit * target.compute_units, _MOST_PARTS // block_m),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
-        most_registers,
+        register_share(num_warps, programs_per_unit, target),
     )
-
-
-def _split(n_programs: int, n_groups: int, n_slots: int) -> int:
-    """Return the number of parts of K with which the programs, all at once, are done first."""
-    most = max(1, min(n_slots // n_programs, n_groups, _MOST_SPLITS))
-    # To add up a part takes about as long as a group.
-    split = min(range(1, most + 1), key=lambda split: -(-n_groups // split) + split)
-    # Rounding up may have left the last programs nothing.
-    return -(-n_groups // -(-n_groups // split))
 
 
 def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig | None = None) -> PreparedProduct:
@@ -144,7 +122,6 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
         scalars=(m, n),
         constexprs={
             "BLOCK_M": config.block_m,
-            "TILES": config.tiles,
             "WARPS": config.num_warps,
             "STAGES": config.stages,
             "IN_FEATURES": k,

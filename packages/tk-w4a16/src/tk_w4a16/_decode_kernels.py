@@ -21,11 +21,12 @@ import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import (
     STEP,
-    finish,
+    add_parts,
     keep_loads_above,
     load_words,
     load_x,
     select,
+    store,
     wait_for_predecessor,
 )
 from tk_w4a16._weight_kernels import (
@@ -177,7 +178,9 @@ def w4a16_decode_row_kernel(
     places = tl.arange(0, TILES * 16)
     features = tl.program_id(0) * (TILES * 16) + places
     exists = features < n_features
-    finish(y_ptr + features, total, places, exists, features, exists, bias_ptr, partial_ptr, counter_ptr, SPLIT)
+    total, is_last = add_parts(total, places, partial_ptr, counter_ptr, SPLIT)
+    if is_last:
+        store(y_ptr + features, total, exists, features, exists, bias_ptr)
 
 
 @triton.jit(do_not_specialize=["n_rows", "stride_x"])
@@ -275,15 +278,7 @@ def w4a16_decode_kernel(
     rows = tl.arange(0, BLOCK_M)[None, :]
     features = tl.program_id(0) * (TILES * 16) + local_features
     feature_exists = features < n_features
-    finish(
-        y_ptr + rows.to(tl.int64) * n_features + features,
-        total,
-        rows * (TILES * 16) + local_features,
-        (rows < n_rows) & feature_exists,
-        features,
-        feature_exists,
-        bias_ptr,
-        partial_ptr,
-        counter_ptr,
-        SPLIT,
-    )
+    total, is_last = add_parts(total, rows * (TILES * 16) + local_features, partial_ptr, counter_ptr, SPLIT)
+    if is_last:
+        y_ptrs = y_ptr + rows.to(tl.int64) * n_features + features
+        store(y_ptrs, total, (rows < n_rows) & feature_exists, features, feature_exists, bias_ptr)

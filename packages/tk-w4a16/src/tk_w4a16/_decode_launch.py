@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tk_kernel_core.gemm import PreparedProduct, backend_options, unit_of
+from tk_kernel_core.gemm import PreparedProduct, backend_options, register_share, unit_of
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.layout import next_power_of_two
 
@@ -94,7 +94,7 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
             # One program of as many warps as there are turns, on each multiprocessor.
             tiles, num_warps, ahead = 2, 16, 2
         iterations = -(-n_turns // (num_warps * split))
-        most_warps = 24 if iterations == 1 and num_warps <= 8 and not has_parts else 0
+        most_warps = 24 if iterations == 1 and not has_parts else 0
     else:
         block_m = 16 if m > 8 or is_amd else 8
         # Two tiles halve how often x is read, one fills more of the GPU.
@@ -103,6 +103,9 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
         is_wide = 10 * n_programs >= 9 * units
         # Unrolled as far as the instruction cache reaches. AMD's compiler would move all loads to the top.
         unrolled = 1 if is_amd else 16 if block_m == 8 and not has_parts else 12
+        if tiles == 2 and target.name == "sm_90":
+            # Less leaves registers for what is on its way, and for zero points.
+            unrolled = 8 if block_m == 8 and n_steps <= 32 else 2 if has_zeros else 4
         if is_wide and tiles == 1 and (block_m == 8 or has_parts):
             num_warps = _warps(n_steps, unrolled, is_few)
         else:
@@ -113,18 +116,13 @@ def decode_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
         n_own = -(-n_steps // (num_warps * split))
         iterations = -(-n_own // unrolled)
         steps = -(-n_own // iterations)
-        # With zero points a second step takes registers that only programs all at once have to spare.
-        is_tight = has_zeros and block_m == 16 and n_programs * split > _MOST_PROGRAMS * units
-        ahead = min(steps, 4 if tiles == 1 and block_m == 8 else 1 if is_tight else 2)
+        ahead = min(steps, 2)
         x_ahead = 0 if is_amd else 1
         most_warps = 0 if has_parts else 16
-    per_unit = -(-n_tiles * split // (tiles * units))
-    if block_m == 1:
-        # There may be more than run at once.
-        per_unit = min(per_unit, max(1, most_warps // num_warps))
-    if target.name == "sm_90" and per_unit * num_warps <= most_warps:
-        # Left to itself, the compiler has loads wait for each other to save registers that nobody else takes.
-        most_registers = min(255, 65_536 // (target.warp_size * num_warps * per_unit) // 8 * 8)
+    # There may be more than run at once.
+    per_unit = min(-(-n_tiles * split // (tiles * units)), max(1, most_warps // num_warps))
+    if per_unit * num_warps <= most_warps:
+        most_registers = register_share(num_warps, per_unit, target)
     # Rounding up may have left the last programs nothing.
     split = -(-n_steps // (num_warps * steps * iterations))
     return DecodeConfig(

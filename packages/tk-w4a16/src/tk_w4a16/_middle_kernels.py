@@ -9,7 +9,7 @@ The core's `arrange_rows_kernel` brings x into it, once for all programs that re
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP, end_chain, finish, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, store, wait_for_predecessor
 from tk_w4a16._weight_kernels import (
     STEP_WORDS,
     dequantise,
@@ -34,7 +34,6 @@ def w4a16_middle_kernel(
     n_rows,
     n_features,
     BLOCK_M: tl.constexpr,
-    TILES: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
@@ -45,7 +44,7 @@ def w4a16_middle_kernel(
     DESCRIPTORS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """BLOCK_M rows of x by TILES * WARPS tiles of 16 output features, over a SPLIT-th of the columns.
+    """BLOCK_M rows of x by 16 output features for each of WARPS warps, over a SPLIT-th of the columns.
 
     Scales multiply the weight, which is then rounded, or the sums of a step, which must be of one group.
     arranged is a descriptor of blocks [BLOCK_M, STEP], or a pointer; it has whole blocks of rows, and what those
@@ -54,7 +53,7 @@ def w4a16_middle_kernel(
     """
     N_STEPS: tl.constexpr = (IN_FEATURES + STEP - 1) // STEP
     OWN_STEPS: tl.constexpr = (N_STEPS + SPLIT - 1) // SPLIT
-    BLOCK_N: tl.constexpr = 16 * TILES * WARPS
+    BLOCK_N: tl.constexpr = 16 * WARPS
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     n_row_programs = tl.cdiv(n_rows, BLOCK_M)
     first_row = (tl.program_id(0) % n_row_programs) * BLOCK_M
@@ -65,9 +64,9 @@ def w4a16_middle_kernel(
         first = tl.program_id(1) * OWN_STEPS
         last = tl.minimum(first + OWN_STEPS, N_STEPS)
 
-    # [WARPS, TILES]; tiles that do not exist repeat the last one.
-    tiles = tl.arange(0, TILES)[None, :] * WARPS + tl.arange(0, WARPS)[:, None]
-    tiles = tl.minimum(program_n * (TILES * WARPS) + tiles, tl.cdiv(n_features, 16) - 1).to(tl.int64)
+    # [WARPS, 1]; tiles that do not exist repeat the last one.
+    tiles = program_n * WARPS + tl.arange(0, WARPS)[:, None]
+    tiles = tl.minimum(tiles, tl.cdiv(n_features, 16) - 1).to(tl.int64)
     words = tl.arange(0, 2)[None, None, :, None] * 128 + tl.arange(0, 128)[None, None, None, :]
     row_words = row_steps(IN_FEATURES, GROUP_SIZE) * STEP_WORDS
     word_ptrs = codes_ptr + tiles[:, :, None, None] * row_words + first * STEP_WORDS + words
@@ -104,13 +103,13 @@ def w4a16_middle_kernel(
             x = tl.load(x_ptrs)
             x_ptrs += STEP
         weight = dequantise(these_words, zeros, for_words(scales) if SCALE_WEIGHT else None, dtype, PTX)
-        # warp, tile, pair of blocks, row, octet, block, half of the rows, column, pair, half of the octet
-        weight = tl.reshape(weight, [WARPS, TILES, 2, 8, 4, 2, 2, 2, 2, 2])
-        weight = tl.reshape(tl.permute(weight, (1, 0, 6, 3, 2, 5, 9, 8, 4, 7)), [BLOCK_N, STEP])
+        # warp, pair of blocks, row, octet, block, half of the rows, column, pair, half of the octet
+        weight = tl.reshape(weight, [WARPS, 2, 8, 4, 2, 2, 2, 2, 2])
+        weight = tl.reshape(tl.permute(weight, (0, 5, 2, 1, 4, 8, 7, 3, 6)), [BLOCK_N, STEP])
         if SCALE_WEIGHT:
             total = end_chain(tl.dot(weight, x.T, total), PTX)
         else:
-            # tile, warp, half of the rows, row; equal in the columns, four lanes of two registers
+            # warp, half of the rows, row; equal in the columns, four lanes of two registers
             scales = tl.reshape(tl.permute(scales, (3, 2, 5, 1, 0, 4)).to(tl.float32), [BLOCK_N, 1, 4, 1])
             scales = tl.reshape(tl.broadcast_to(scales, [BLOCK_N, BLOCK_M // 8, 4, 2]), [BLOCK_N, BLOCK_M])
             total += tl.dot(weight, x.T) * scales
@@ -119,15 +118,7 @@ def w4a16_middle_kernel(
     row_exists = rows < n_rows
     features = program_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     feature_exists = features < n_features
-    finish(
-        y_ptr + rows.to(tl.int64) * n_features + features,
-        total,
-        tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None],
-        row_exists & feature_exists,
-        features,
-        feature_exists,
-        bias_ptr,
-        partial_ptr,
-        counter_ptr,
-        SPLIT,
-    )
+    total, is_last = add_operand_parts(total, partial_ptr, counter_ptr, SPLIT)
+    if is_last:
+        y_ptrs = y_ptr + rows.to(tl.int64) * n_features + features
+        store(y_ptrs, total, row_exists & feature_exists, features, feature_exists, bias_ptr)

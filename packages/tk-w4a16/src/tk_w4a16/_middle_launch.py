@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tk_kernel_core.gemm import PreparedProduct, backend_options
+from tk_kernel_core.gemm import PreparedProduct, backend_options, register_share, split_steps
 from tk_kernel_core.interpreter import interpreting
 
 if TYPE_CHECKING:
@@ -15,11 +15,8 @@ MIDDLE_ROWS = 256
 """Most rows of activations that the kernels in `_middle_kernels` are meant for; they take any number."""
 
 _TILE, _STEP = 16, 128
-# More parts would take registers, in adding them up, that another program could run with.
-_MOST_SPLITS = 8
-_WARPS = 4
-# Output features from which on wider tiles still make enough programs.
-_WIDE = 12_288
+# Times the rows of a program: what the one that comes last adds up.
+_MOST_PARTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +25,7 @@ class MiddleConfig:
 
     Attributes:
         block_m: Rows of x per program.
-        tiles: Tiles of 16 output features per warp.
-        num_warps: Warps per program, each with output features of its own.
+        num_warps: Warps per program, each with 16 output features of its own.
         stages: Steps of 128 columns of x on their way or in work at a time.
         scale_weight: Whether scales multiply the weight, and not the sums of a step.
         split: Programs that share the columns of the same results.
@@ -39,7 +35,6 @@ class MiddleConfig:
     """
 
     block_m: int
-    tiles: int
     num_warps: int
     stages: int
     scale_weight: bool
@@ -51,7 +46,7 @@ class MiddleConfig:
     @property
     def block_n(self) -> int:
         """Output features per program."""
-        return _TILE * self.tiles * self.num_warps
+        return _TILE * self.num_warps
 
 
 def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_zeros: bool = False) -> MiddleConfig:
@@ -65,51 +60,35 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
         target: The GPU.
         has_zeros: Whether the weight has zero points.
     """
-    is_amd, is_sm_90 = target.backend == "hip", target.name == "sm_90"
-    tiles, num_warps, stages, most_registers = 1, _WARPS, 2, None
+    num_warps, stages = 4, 2
+    if m <= 16:
+        # Zero points take a few registers more.
+        block_m, stages, programs_per_unit = 16, 3, 6 if has_zeros else 7
+    elif m <= 64:
+        block_m, programs_per_unit = 32 if m <= 32 else 64, 4
+    else:
+        block_m, programs_per_unit = 128, 3
     # Zero points of narrow groups take registers that large programs lack.
     has_many_zeros = has_zeros and group_size in (32, 64)
-    n_squares = -(-n // 128) * -(-m // 128)
-    if m <= 32:
-        block_m, programs_per_unit = 16 if m <= 16 else 32, 4
-    elif m > 64 and is_sm_90 and 2 * n_squares >= 3 * target.compute_units and not has_many_zeros:
-        # Square tiles read x half as often, but are few. Registers for two programs on a multiprocessor.
-        block_m, num_warps, stages, programs_per_unit, most_registers = 128, 8, 3, 2, 128
-    elif m > 192 or (m > 64 and n >= _WIDE):
-        block_m, stages, programs_per_unit = 128, 3, 2
-        if -(-n // 64) * -(-m // 128) > 2 * target.compute_units:
-            # Shared memory for two stages, and registers, of three programs.
-            stages, programs_per_unit, most_registers = 2, 3, 168 if is_sm_90 else None
-    elif m > 64 or n < _WIDE or not is_sm_90:
-        block_m, programs_per_unit = 64, 3
-    else:
-        # So many features that fewer programs, which read x less often, still fill the GPU. Elsewhere registers spill.
-        block_m, tiles, stages, programs_per_unit = 64, 2, 3, 2
-    if is_amd:
+    n_wide = -(-n // 128) * -(-m // block_m)
+    if target.name == "sm_90" and m > 32 and 2 * n_wide >= 3 * target.compute_units and not has_many_zeros:
+        # Wide tiles read x half as often, but are few.
+        num_warps, stages, programs_per_unit = 8, 2 if m <= 64 else 3, 2
+    if target.backend == "hip":
         # Its local data share holds no more than two steps of narrow tiles.
         block_m, stages, programs_per_unit = min(block_m, 64), 2, 2
-    n_programs = -(-n // (_TILE * tiles * num_warps)) * -(-m // block_m)
+    n_programs = -(-n // (_TILE * num_warps)) * -(-m // block_m)
     return MiddleConfig(
         block_m,
-        tiles,
         num_warps,
         stages,
         # The sums of a step take as many registers as the result.
         group_size in (32, 64) or block_m >= 128,
-        _split(n_programs, -(-k // _STEP), programs_per_unit * target.compute_units),
+        split_steps(n_programs, -(-k // _STEP), programs_per_unit * target.compute_units, _MOST_PARTS // block_m),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
-        most_registers,
+        register_share(num_warps, programs_per_unit, target),
     )
-
-
-def _split(n_programs: int, n_steps: int, n_slots: int) -> int:
-    """Return the number of parts of the columns with which the programs, all at once, are done first."""
-    most = max(1, min(n_slots // n_programs, n_steps, _MOST_SPLITS))
-    # To add up a part takes about as long as a step.
-    split = min(range(1, most + 1), key=lambda split: -(-n_steps // split) + split)
-    # Rounding up may have left the last programs nothing.
-    return -(-n_steps // -(-n_steps // split))
 
 
 def prepare_middle(
@@ -144,7 +123,6 @@ def prepare_middle(
         scalars=(m, n),
         constexprs={
             "BLOCK_M": config.block_m,
-            "TILES": config.tiles,
             "WARPS": config.num_warps,
             "STAGES": config.stages,
             "IN_FEATURES": k,

@@ -53,13 +53,44 @@ def unit_of(row_stride: int) -> int:
     return (row_stride | 16) & -(row_stride | 16)
 
 
+def register_share(num_warps: int, programs_per_unit: int, target: Target) -> int | None:
+    """Return how many registers a thread may have where so many programs run on a multiprocessor, as ptxas counts.
+
+    Left to itself, it saves registers that nobody else takes, and for that has loads wait for each other.
+
+    Args:
+        num_warps: Warps per program.
+        programs_per_unit: Programs that run on a multiprocessor at a time.
+        target: The GPU; None is returned where nothing is known of its registers.
+    """
+    if target.name != "sm_90":
+        return None
+    return min(255, 65_536 // (target.warp_size * num_warps * programs_per_unit) // 8 * 8)
+
+
+def split_steps(n_programs: int, n_steps: int, n_slots: int, most: int) -> int:
+    """Return the number of programs that share a result's steps so that all of them are done first.
+
+    Args:
+        n_programs: Programs if none share.
+        n_steps: Steps of a result.
+        n_slots: Programs that run at a time.
+        most: Largest number to return.
+    """
+    most = max(1, min(n_slots // n_programs, n_steps, most))
+    # To add up a part takes about as long as a step.
+    split = min(range(1, most + 1), key=lambda split: -(-n_steps // split) + split)
+    # Rounding up may have left the last programs nothing.
+    return -(-n_steps // -(-n_steps // split))
+
+
 def backend_options(num_warps: int, dependent_launch: bool, most_registers: int | None = None) -> dict[str, Any]:
     """Return the options of Triton's backend.
 
     Args:
         num_warps: Warps per program.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
-        most_registers: Of a thread; None leaves them to the compiler, which to save some keeps few loads in flight.
+        most_registers: Of a thread; None leaves them to the compiler.
     """
     options: dict[str, Any] = {"num_warps": num_warps}
     if dependent_launch:
@@ -104,7 +135,7 @@ def prepare_arrangement(m: int, k: int, row_stride: int, n_counters: int, target
         target: The GPU.
     """
     unit = unit_of(row_stride)
-    block_k = max(_STEP, min(next_power_of_two(k), 4096))
+    block_k = max(_STEP, min(next_power_of_two(k), 16_384))
     return PreparedProduct(
         module="tk_kernel_core.gemm_kernels",
         kernel="arrange_rows_kernel",

@@ -74,24 +74,13 @@ def end_chain(total, PTX: tl.constexpr):
 
 
 @triton.jit
-def _store(y_ptrs, total, exists, bias_ptrs, bias_exists):
-    if bias_ptrs is not None:
-        total += tl.load(bias_ptrs, mask=bias_exists, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=exists)
+def add_parts(total, places, partial_ptr, counter_ptr, SPLIT: tl.constexpr):
+    """Return the sum of what the SPLIT programs of axis 1 found, and whether this is the program to go on with it.
 
-
-@triton.jit
-def finish(
-    y_ptrs, total, places, exists, features, feature_exists, bias_ptr, partial_ptr, counter_ptr, SPLIT: tl.constexpr
-):
-    """Add up what the SPLIT programs of axis 1 found for the same results, add the bias, and store.
-
-    total, places and exists are of one shape: what this program found, where that goes in a partial result, and
-    which of it are results. features and feature_exists broadcast to it.
+    total is what this program found, and places, of its shape, say where that goes in a partial result.
     """
-    bias_ptrs = None if bias_ptr is None else bias_ptr + features
     if SPLIT == 1:
-        _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
+        return total, True
     else:
         SIZE: tl.constexpr = total.numel
         program = tl.program_id(0).to(tl.int64)
@@ -99,15 +88,48 @@ def finish(
         tl.store(partial_ptrs + tl.program_id(1) * SIZE, total)
         # Every thread has stored before one of them counts the program as done.
         tl.debug_barrier()
-        n_done = tl.atomic_add(counter_ptr + program, 1, sem="acq_rel")
-        if n_done == SPLIT - 1:
+        is_last = tl.atomic_add(counter_ptr + program, 1, sem="acq_rel") == SPLIT - 1
+        if is_last:
             # Whoever comes last adds up in one order, and leaves the counter as it found it.
             total = tl.zeros_like(total)
-            for split in tl.static_range(SPLIT):
-                # Not from L1, which other programs' stores do not reach.
-                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
-            _store(y_ptrs, total, exists, bias_ptrs, feature_exists)
+            # A few at a time: more on their way would take registers that spill.
+            N_TURNS: tl.constexpr = (SPLIT + 3) // 4
+            N_EACH: tl.constexpr = (SPLIT + N_TURNS - 1) // N_TURNS
+            for turn in tl.range(N_TURNS):
+                for each in tl.static_range(N_EACH):
+                    split = turn * N_EACH + each
+                    # Not from L1, which other programs' stores do not reach.
+                    total += tl.load(partial_ptrs + split * SIZE, mask=split < SPLIT, other=0, cache_modifier=".cg")
             tl.store(counter_ptr + program, 0)
+        return total, is_last
+
+
+@triton.jit
+def add_operand_parts(total, partial_ptr, counter_ptr, SPLIT: tl.constexpr):
+    """As `add_parts`, for a total that matrix units leave in registers: 16 rows for each warp, and any columns."""
+    if SPLIT == 1:
+        return total, True
+    else:
+        WARPS: tl.constexpr = total.shape[0] // 16
+        BLOCKS: tl.constexpr = total.shape[1] // 8
+        # Four results of a thread make one access: pair of columns, row, warp, block, half of the rows and column.
+        spread = tl.permute(tl.reshape(total, [WARPS, 2, 8, BLOCKS, 4, 2]), (4, 2, 0, 3, 1, 5))
+        spread = tl.reshape(spread, [4, 8, WARPS, BLOCKS, 4])
+        places = tl.arange(0, 4)[:, None, None, None, None] * 4 + tl.arange(0, 8)[None, :, None, None, None] * 16
+        places += tl.arange(0, WARPS)[None, None, :, None, None] * (BLOCKS * 128)
+        places += tl.arange(0, BLOCKS)[None, None, None, :, None] * 128
+        places += tl.arange(0, 4)[None, None, None, None, :]
+        spread, is_last = add_parts(spread, places, partial_ptr, counter_ptr, SPLIT)
+        spread = tl.permute(tl.reshape(spread, [4, 8, WARPS, BLOCKS, 2, 2]), (2, 4, 1, 3, 0, 5))
+        return tl.reshape(spread, total.shape), is_last
+
+
+@triton.jit
+def store(y_ptrs, total, exists, features, feature_exists, bias_ptr):
+    """Store total, plus the bias of its features; features and feature_exists broadcast to it."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + features, mask=feature_exists, other=0.0).to(tl.float32)
+    tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -136,7 +158,10 @@ def arrange_rows_kernel(
     x_ptr += row * stride_x * ALIGNMENT
     arranged_ptr += row * N_COLUMNS
     columns = tl.arange(0, BLOCK_K)
-    wait_for_predecessor(DEPENDENT_LAUNCH)
+    if DEPENDENT_LAUNCH:
+        # The product may begin with its weight, which no predecessor makes.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     sums = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(0, N_COLUMNS, BLOCK_K):
         exists = start + columns < IN_FEATURES
