@@ -201,7 +201,7 @@ def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target, n:
         (64, 11_008, 128, torch.bfloat16, 4),
         (64, 11_008, 32, torch.float16, 4),
         (64, 28_672, 128, torch.bfloat16, 2),
-        (256, 11_008, 128, torch.float16, 3),
+        (256, 11_008, 128, torch.float16, 2),
         (256, 11_008, 64, torch.bfloat16, 3),
         (256, 28_672, 128, torch.bfloat16, 2),
         (256, 28_672, 32, torch.bfloat16, 3),
@@ -263,9 +263,10 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, group_size: int, 
         # Three high ones.
         (128, 11_008, 4096, (128, 4, 2, 2, 168)),
         (256, 4096, 11_008, (128, 4, 2, 3, 168)),
-        (256, 11_008, 4096, (128, 4, 2, 1, 168)),
+        (192, 8192, 4096, (128, 4, 2, 1, 168)),
         # Two square ones, which have shared memory for a third stage.
         (128, 28_672, 8192, (128, 8, 3, 1, 128)),
+        (256, 11_008, 4096, (128, 8, 3, 1, 128)),
         (256, 28_672, 8192, (128, 8, 3, 1, 128)),
     ],
 )

@@ -117,8 +117,8 @@ def make_inputs(case: Case, device: str, seed: int) -> Inputs:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     # As large as makes results about 1.
-    codes, scales, zeros = quantize_groups(random(n, k) / k**0.5, group_size, params["symmetric"])
-    zeros = None if params["symmetric"] else zeros
+    codes, scales, all_zeros = quantize_groups(random(n, k) / k**0.5, group_size, params["symmetric"])
+    zeros = None if params["symmetric"] else all_zeros
     if not params["full_scales"]:
         mantissa, exponent = torch.frexp(scales.float())
         scales = torch.ldexp((mantissa * 8).round() / 8, exponent).to(dtype)

@@ -19,6 +19,17 @@ def wait_for_predecessor(DEPENDENT_LAUNCH: tl.constexpr):
 
 
 @triton.jit
+def release_and_wait(DEPENDENT_LAUNCH: tl.constexpr):
+    """As `wait_for_predecessor`, but the kernel behind, which waits itself, may begin before the wait is over.
+
+    For short kernels that make activations ready for a product: it begins with its weight, which no predecessor makes.
+    """
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def load_words(ptrs, steps, N_STEPS: tl.constexpr, SPARE: tl.constexpr):
     """The words of one step of each warp, [WARPS, ...]. Where SPARE, steps [WARPS] from N_STEPS on do not exist."""
     # Nothing is read twice: the weight makes room first.
@@ -158,10 +169,7 @@ def arrange_rows_kernel(
     x_ptr += row * stride_x * ALIGNMENT
     arranged_ptr += row * N_COLUMNS
     columns = tl.arange(0, BLOCK_K)
-    if DEPENDENT_LAUNCH:
-        # The product may begin with its weight, which no predecessor makes.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(DEPENDENT_LAUNCH)
     sums = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(0, N_COLUMNS, BLOCK_K):
         exists = start + columns < IN_FEATURES
