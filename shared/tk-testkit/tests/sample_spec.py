@@ -6,9 +6,10 @@ import torch
 
 from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.reduction import sum_rows
-from tk_kernel_core.spec import Case, Cost, Inputs, KernelSpec, Tolerance
+from tk_kernel_core.spec import Case, Cost, Inputs, KernelSpec, Stages, Tolerance
 
 ROWS, COLUMNS = 5, 64
+COST = Cost(0, bytes_read=4 * ROWS * COLUMNS, bytes_written=4 * COLUMNS)
 
 
 def make_inputs(case: Case, device: str, seed: int) -> Inputs:
@@ -29,7 +30,8 @@ SPEC = KernelSpec(
     make_inputs=make_inputs,
     run=run,
     reference=lambda inputs: inputs["x"].sum(0),
-    cost=lambda case: Cost(0, bytes_read=4 * ROWS * COLUMNS, bytes_written=4 * COLUMNS),
+    cost=lambda case: COST,
     tolerance=lambda case: Tolerance(1e-5, 1e-5),
     shrink=lambda case: case,
+    stages=Stages(lambda case: {"sum": COST}, lambda kernels: ["sum" for _ in kernels]),
 )

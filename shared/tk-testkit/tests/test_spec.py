@@ -12,15 +12,16 @@ import pytest
 
 from tk_kernel_core.budget import load_budget, make_budget, write_budget
 from tk_kernel_core.resources import report_resources
-from tk_kernel_core.spec import Case, Cost, Inputs, KernelSpec
+from tk_kernel_core.spec import Case, Cost, Inputs, KernelSpec, Stages
 from tk_kernel_core.targets import COMPILE_TARGETS
 from tk_testkit.spec import SpecTests
 
 sys.path.append(str(Path(__file__).parent))
 
-from sample_spec import COLUMNS, ROWS, SPEC, make_inputs, run
+from sample_spec import COLUMNS, COST, ROWS, SPEC, make_inputs, run
 
 AGREES = "test_every_case_agrees_with_its_reference_by_the_launches_planned"
+STAGES = "test_every_kernel_belongs_to_a_stage"
 
 
 class TestRightSpec(SpecTests):
@@ -67,6 +68,9 @@ def never_by_a_kernel(inputs: Inputs) -> Any:
         (AGREES, {"reference": lambda inputs: inputs["x"].sum(0) + 1}),
         ("test_cost_counts_every_tensor_once", {"cost": lambda case: Cost(0, 4 * ROWS * COLUMNS - 1, 4 * COLUMNS)}),
         ("test_cost_counts_every_tensor_once", {"cost": lambda case: Cost(0, 4 * ROWS * COLUMNS, 4 * COLUMNS + 1)}),
+        (STAGES, {"stages": Stages(lambda case: {"sum": COST}, lambda kernels: [None for _ in kernels])}),
+        (STAGES, {"stages": Stages(lambda case: {"sum": COST}, lambda kernels: [])}),
+        (STAGES, {"stages": Stages(lambda case: {"sum": Cost(0, 0, 0)}, lambda kernels: ["sum" for _ in kernels])}),
         ("test_planning_for_another_card_leaves_real_calls_alone", {"reference": lambda inputs: inputs["x"].sum(1)}),
         ("test_inputs_follow_the_seed", {"make_inputs": same_for_every_seed}),
         ("test_inputs_follow_the_seed", {"make_inputs": with_a_twin}),

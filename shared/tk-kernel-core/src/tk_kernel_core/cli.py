@@ -123,6 +123,9 @@ examples:
         "tk-kernels roofline --gpu MI300X --png roofline.png",
         gpu=f"predict for this known card (default without a GPU: {DEFAULT_CARD})",
     )  # fmt: skip
+    roofline.add_argument(
+        "--stages", action="store_true", help="also place the stages inside a call, for kernels that have them"
+    )
     roofline.add_argument("--png", type=Path, metavar="FILE", help="also draw the figure; needs tk-kernel-core[plot]")
     resources = add(
         "resources", commands.run_resources,

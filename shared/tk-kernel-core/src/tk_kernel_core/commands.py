@@ -109,18 +109,23 @@ def run_roofline(options: argparse.Namespace) -> int:
     if options.png:
         _require_matplotlib()
         _make_folder(options.png.parent)
+    selected = select(options)
+    if options.stages and (lacking := [spec.name for spec, _ in selected if spec.stages is None]):
+        raise Stop(USAGE, f"no stages are described by {', '.join(lacking)}; --stages takes kernels that have them")
     if options.gpu or not _has_gpu():
-        report = _predict(known_card(options.gpu or DEFAULT_CARD), select(options))
+        report = _predict(known_card(options.gpu or DEFAULT_CARD), selected, stages=options.stages)
     else:
         setting, card = _prepare(None)
-        report = _run(setting, card, select(options), bench=True, baselines=())
-    from tk_kernel_core.report import bench_table
+        if options.stages and setting != "gpu":
+            raise Stop(CANNOT_RUN, "TRITON_INTERPRET keeps kernels off the GPU: unset it, or name a card with --gpu")
+        report = _run(setting, card, selected, bench=not options.stages, stages=options.stages, baselines=())
+    from tk_kernel_core.report import bench_table, stage_table
 
     if options.png:
         from tk_kernel_core.plot import roofline_png
 
         _write(options.png, roofline_png(report))
-    return _finish(options, report, bench_table(report))
+    return _finish(options, report, stage_table(report) if options.stages else bench_table(report))
 
 
 def run_resources(options: argparse.Namespace) -> int:
@@ -211,12 +216,14 @@ def _prepare(named: str | None) -> tuple[Setting, DeviceInfo]:
     return "interpreter", card
 
 
-def _predict(card: DeviceInfo, selected: list[Selection]) -> Report:
+def _predict(card: DeviceInfo, selected: list[Selection], *, stages: bool) -> Report:
     from tk_kernel_core.bench import environment, predict_kernel
     from tk_kernel_core.results import Report
+    from tk_kernel_core.stages import predict_stages
 
     _say(f"The roofline predicts for {card.name}; nothing is run.")
-    results = [result for spec, cases in selected for result in predict_kernel(spec, cases, card)]
+    predict = predict_stages if stages else predict_kernel
+    results = [result for spec, cases in selected for result in predict(spec, cases, card)]
     return Report(environment=environment("prediction", card), results=tuple(results))
 
 
@@ -227,6 +234,7 @@ def _run(
     *,
     check: bool = False,
     bench: bool = False,
+    stages: bool = False,
     baselines: Sequence[str] | None = None,
 ) -> Report:
     from tk_kernel_core.bench import bench_kernel, check_kernel, environment
@@ -251,6 +259,12 @@ def _run(
         with _working("Timing", total) as progress:
             for spec, cases in selected:
                 results += bench_kernel(spec, cases, device, card, baselines, progress)
+    if stages:
+        from tk_kernel_core.stages import time_stages
+
+        with _working("Timing stages of", total) as progress:
+            for spec, cases in selected:
+                results += time_stages(spec, cases, card, progress)
     return Report(environment=environment(setting, card), checks=tuple(checks), results=tuple(results))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,9 +14,19 @@ if TYPE_CHECKING:
 
     from tk_kernel_core.device import DeviceInfo
     from tk_kernel_core.results import BenchResult, Report
+    from tk_kernel_core.roofline import Placement
+    from tk_kernel_core.spec import Cost
 
 # The colours of Okabe and Ito, which colour-blind readers tell apart; shapes repeat the distinction.
-_STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
+_STYLES = (
+    ("#0072B2", "o"),
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+    ("#000000", "X"),
+)
 _DPI = 150
 _WIDTH_INCHES = 10.0
 _LABEL_INCHES = 0.19
@@ -25,7 +36,7 @@ class _Point(NamedTuple):
     intensity: float
     flops_per_s: float
     label: str
-    package: str
+    series: str
 
 
 def require_matplotlib() -> None:
@@ -54,9 +65,9 @@ def roofline_png(report: Report) -> bytes:
 
 
 def roofline_figure(report: Report) -> Figure:
-    """Draw every case of a report on the roofline of its device.
+    """Draw every case of a report, and every stage inside it, on the roofline of its device.
 
-    On a GPU the cases lie where their times put them, otherwise on the roof itself. A case without operations,
+    On a GPU they lie where their times put them, otherwise on the roof itself. One without operations,
     without a known roof, or without a time on a GPU has no place on the figure; the figure says how many there
     are.
 
@@ -72,7 +83,8 @@ def roofline_figure(report: Report) -> Figure:
 
     measured = report.environment.setting == "gpu"
     device = report.environment.device
-    points = [point for result in report.results if (point := _point(result, measured)) is not None]
+    places = [place for result in report.results for place in _places(result, measured)]
+    points = [point for place in places if (point := _point(*place)) is not None]
     points.sort(key=lambda point: (-point.flops_per_s, -point.intensity))
     height = max(6.0, 1.8 + _LABEL_INCHES * len(points))
     figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI)
@@ -87,28 +99,41 @@ def roofline_figure(report: Report) -> Figure:
     axes.set_axisbelow(True)
     _draw_roofs(axes, device, points)
     _draw_points(axes, points, measured)
-    missing = len(report.results) - len(points)
+    missing = len(places) - len(points)
     if missing:
+        what = "cases and stages" if len(places) > len(report.results) else "cases"
         figure.text(
-            0.99, 0.01, f"{missing} of {len(report.results)} cases not drawn, for want of operations, a roof or a time",
+            0.99, 0.01, f"{missing} of {len(places)} {what} not drawn, for want of operations, a roof or a time",
             ha="right", va="bottom", fontsize=8, color="#555555",
         )  # fmt: skip
     return figure
 
 
-def _point(result: BenchResult, measured: bool) -> _Point | None:
-    if measured:
-        time_us = result.timing.latency_us if result.timing else None
-    else:
-        time_us = result.placement.roof_us
+def _places(result: BenchResult, measured: bool) -> Iterator[tuple[str, str, Cost, Placement, float | None]]:
+    """Return the series, the label, the work, the place and the time of a case and of its stages."""
+    latency_us = result.timing.latency_us if result.timing else None
+    yield (
+        result.package,
+        result.case,
+        result.cost,
+        result.placement,
+        latency_us if measured else result.placement.roof_us,
+    )
+    for stage in result.stages:
+        if stage.cost is not None and stage.placement is not None:
+            time_us = stage.latency_us if measured else stage.placement.roof_us
+            yield stage.name, f"{result.case}, {stage.name}", stage.cost, stage.placement, time_us
+
+
+def _point(series: str, label: str, cost: Cost, placement: Placement, time_us: float | None) -> _Point | None:
     if not time_us:
         return None
-    intensity, flops_per_s = result.cost.intensity, result.cost.flops / (time_us * 1e-6)
+    intensity, flops_per_s = cost.intensity, cost.flops / (time_us * 1e-6)
     if not (0 < intensity < math.inf and 0 < flops_per_s < math.inf):
         return None
-    percent = result.placement.percent_of_roof
-    label = result.case if percent is None else f"{result.case} ({percent:.3g} % of roof)"
-    return _Point(intensity, flops_per_s, label, result.package)
+    if placement.percent_of_roof is not None:
+        label = f"{label} ({placement.percent_of_roof:.3g} % of roof)"
+    return _Point(intensity, flops_per_s, label, series)
 
 
 def _draw_roofs(axes: Axes, device: DeviceInfo, points: list[_Point]) -> None:
@@ -150,13 +175,13 @@ def _draw_roofs(axes: Axes, device: DeviceInfo, points: list[_Point]) -> None:
 
 def _draw_points(axes: Axes, points: list[_Point], measured: bool) -> None:
     """Mark the points, and name them in a column beside the axes, because many lie close together."""
-    styles = dict(zip(sorted({point.package for point in points}), _STYLES * len(points), strict=False))
+    styles = dict(zip(sorted({point.series for point in points}), _STYLES * len(points), strict=False))
     height_inches = axes.get_window_extent().height / _DPI
     step = _LABEL_INCHES / height_inches
     # The column is centred on the axes and in the order of the points, so that its lines hardly cross.
     top = 0.5 + step * (len(points) - 1) / 2
     for index, point in enumerate(points):
-        color, marker = styles[point.package]
+        color, marker = styles[point.series]
         axes.plot(
             point.intensity, point.flops_per_s, marker, color=color, markersize=8,
             markerfacecolor=color if measured else "white", markeredgewidth=1.6, zorder=3,
@@ -170,7 +195,7 @@ def _draw_points(axes: Axes, points: list[_Point], measured: bool) -> None:
                 "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0,
             },
         )  # fmt: skip
-    for package, (color, marker) in styles.items():
-        axes.plot([], [], marker, color=color, markerfacecolor=color if measured else "white", label=package)
+    for series, (color, marker) in styles.items():
+        axes.plot([], [], marker, color=color, markerfacecolor=color if measured else "white", label=series)
     if styles:
         axes.legend(loc="lower right", fontsize=9, framealpha=1.0)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tk_kernel_core.device import DeviceInfo, Fact
     from tk_kernel_core.resources import CaseResources
     from tk_kernel_core.results import BaselineResult, BenchResult, Environment, Report, Timing
+    from tk_kernel_core.roofline import Placement
     from tk_kernel_core.spec import Case, CaseValue
 
 UNKNOWN = "unknown"
@@ -93,9 +94,41 @@ def bench_table(report: Report) -> RenderableType:
                 row[-1] = Text(result.error, style="bold red")
         row += [microseconds(result.placement.roof_us), result.placement.bound]
         if on_gpu:
-            row.append(percent_of_roof(result))
+            row.append(percent_of_roof(result.placement))
         table.add_row(*row)
     return _titled(f"Kernels on the roofline, {setting_in_words(report.environment)}", table)
+
+
+def stage_table(report: Report) -> RenderableType:
+    """Return a table of calls and of the stages inside them on the roofline."""
+    from tk_kernel_core.results import StageResult
+
+    on_gpu = report.environment.setting == "gpu"
+    measured = (">time", ">bandwidth", ">rate") if on_gpu else ()
+    roof = (f">roof of {report.environment.device.name}", "bound by", *((">of roof", "kernels") if on_gpu else ()))
+    table = _table("kernel", "case", "stage", ">bytes", ">operations", *measured, *roof)
+    for result in report.results:
+        time_us = result.timing.latency_us if result.timing else None
+        call = StageResult(name="the call", cost=result.cost, placement=result.placement, latency_us=time_us)
+        for stage in (call, *result.stages):
+            cost, placement = stage.cost, stage.placement
+            row = [result.package, result.case, stage.name]
+            row += [scaled(cost.bytes_moved, "B"), scaled(cost.flops, "FLOP")] if cost else [NOTHING] * 2
+            if on_gpu:
+                rates = (placement.bandwidth_bytes_per_s, placement.flops_per_s) if placement else (None, None)
+                row.append(NOTHING if stage.latency_us is None else microseconds(stage.latency_us))
+                row += [
+                    NOTHING if rate is None else scaled(rate, unit)
+                    for rate, unit in zip(rates, ("B/s", "FLOP/s"), strict=True)
+                ]
+            row += [microseconds(placement.roof_us), placement.bound] if placement else [NOTHING] * 2
+            if on_gpu:
+                row += [percent_of_roof(placement) if placement else NOTHING, "\n".join(stage.kernels)]
+            table.add_row(*row)
+        if result.error:
+            table.add_row(result.package, result.case, Text(result.error, style="bold red"))
+        table.add_section()
+    return _titled(f"Stages on the roofline, {setting_in_words(report.environment)}", table)
 
 
 def resource_table(reports: Iterable[CaseResources]) -> RenderableType:
@@ -226,10 +259,10 @@ def ratio(value: float | None) -> str:
     return number(value, "{:.3f}" if value is None or value < 10 else "{:,.0f}")
 
 
-def percent_of_roof(result: BenchResult) -> str:
-    """Return how close to its roof a kernel comes, flagged where it lies above."""
-    percent = number(result.placement.percent_of_roof, "{:.3g} %")
-    return f"{percent} (above!)" if result.placement.above_roof else percent
+def percent_of_roof(placement: Placement) -> str:
+    """Return how close to its roof something comes, flagged where it lies above."""
+    percent = number(placement.percent_of_roof, "{:.3g} %")
+    return f"{percent} (above!)" if placement.above_roof else percent
 
 
 def params_in_words(params: Mapping[str, CaseValue]) -> str:
@@ -238,8 +271,12 @@ def params_in_words(params: Mapping[str, CaseValue]) -> str:
 
 
 def _notes_of(result: BenchResult, card: str) -> Iterator[str]:
+    above = "faster than the roof, so a peak or the cost is wrong, or the data stayed in a cache"
     if result.placement.above_roof:
-        yield "faster than the roof, so a peak or the cost is wrong, or the data stayed in a cache"
+        yield above
+    for stage in result.stages:
+        if stage.placement and stage.placement.above_roof:
+            yield f"the stage {stage.name} is {above}"
     if result.placement.roof_us is None:
         yield f"no roof, because the bandwidth of {card} is unknown"
     for baseline in result.baselines:

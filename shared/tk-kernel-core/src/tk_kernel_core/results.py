@@ -106,6 +106,25 @@ class BaselineResult(_Record):
     bar_met: bool | None = None
 
 
+class StageResult(_Record):
+    """One step inside a call.
+
+    Attributes:
+        name: Name of the stage; `other` for kernels of no stage, `between kernels` for the time no kernel runs.
+        cost: Compulsory work of the stage at full size; None for those two.
+        placement: The stage on the roof of the environment's device; the roof alone where it has no time of its
+            own. None for those two.
+        latency_us: Median over profiled calls; None where no kernel of its own ran, or nothing was run.
+        kernels: Names of its kernels, each once, in the order they ran.
+    """
+
+    name: str
+    cost: Cost | None = None
+    placement: Placement | None = None
+    latency_us: float | None = None
+    kernels: tuple[str, ...] = ()
+
+
 class BenchResult(_Record):
     """One case of a kernel on the roofline, with its times and its baselines' where they were measured.
 
@@ -120,6 +139,7 @@ class BenchResult(_Record):
         timing: The kernel's times; None where it was not run or failed.
         baselines: Every baseline, also those that could not run.
         error: Why the kernel has no times although it was run.
+        stages: The steps inside the call, where they were asked for.
     """
 
     package: str
@@ -131,6 +151,7 @@ class BenchResult(_Record):
     timing: Timing | None = None
     baselines: tuple[BaselineResult, ...] = ()
     error: str = ""
+    stages: tuple[StageResult, ...] = ()
 
 
 class Report(_Record):

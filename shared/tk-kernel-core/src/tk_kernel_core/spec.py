@@ -74,6 +74,21 @@ class Tolerance:
 Inputs = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The steps inside one call of a package, each with a place of its own on the roofline.
+
+    Attributes:
+        cost: Compulsory work of every stage of a case, by name, in the order they run. What one stage hands to
+            another counts as written and as read.
+        assign: `(names of the kernels of one call, in the order they run)` to the name of each one's stage; None
+            for a kernel of no stage.
+    """
+
+    cost: Callable[[Case], Mapping[str, Cost]]
+    assign: Callable[[Sequence[str]], Sequence[str | None]]
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """Everything the tools need to know about a kernel package.
@@ -92,6 +107,7 @@ class KernelSpec:
             `BaselineUnavailable`.
         shrink: A case cut down to what the interpreter can run in about a second.
         bars: Highest accepted ratio of the kernel's time to a baseline's, by case and baseline.
+        stages: The steps inside a call, where there are several to tell apart.
     """
 
     name: str
@@ -105,6 +121,7 @@ class KernelSpec:
     shrink: Callable[[Case], Case]
     baselines: Mapping[str, Callable[[Inputs], Any]] = field(default_factory=dict)
     bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    stages: Stages | None = None
 
     def launches(self, case: Case, target: Target) -> Sequence[KernelLaunch]:
         """Return the kernel launches that `run` would make for a case on a target.

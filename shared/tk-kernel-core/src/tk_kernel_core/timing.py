@@ -117,11 +117,11 @@ def measure(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs], *, 
         method: Method = "cuda-graph"
         note = ""
         try:
-            run = _capture(function, input_sets, repeats)
+            run = capture(function, input_sets, repeats)
             first_us = _elapsed_us(run)
             repeats = _repeats_for(first_us)
             if repeats > 1:
-                run = _capture(function, input_sets, repeats)
+                run = capture(function, input_sets, repeats)
         except Exception as error:  # noqa: BLE001 - whatever refuses the capture, the events still measure
             _recover_from_capture()
             method, note = "cuda-events", f"no CUDA graph: {type(error).__name__}: {error}".splitlines()[0]
@@ -163,7 +163,14 @@ def _tensors(value: object) -> Iterable[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _capture(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs], repeats: int) -> Callable[[], None]:
+def capture(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs], repeats: int = 1) -> Callable[[], None]:
+    """Return what replays a CUDA graph of calls on each of the input sets in turn; it has been replayed once.
+
+    Args:
+        function: Called with one input set, and called before with each kind of them.
+        input_sets: All on the current device. The graph keeps each one's result alive until its turn comes again.
+        repeats: Turns within the graph.
+    """
     results: list[Any] = [None] * len(input_sets)
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()

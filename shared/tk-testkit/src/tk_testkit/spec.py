@@ -21,9 +21,11 @@ import torch
 
 from tk_kernel_core.bench import check_kernel
 from tk_kernel_core.budget import check_budget, load_budget
+from tk_kernel_core.device import known_device
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import KernelLaunch, launch_target, planning, recording
 from tk_kernel_core.resources import report_resources
+from tk_kernel_core.roofline import roof_us
 from tk_kernel_core.spec import CaseValue, Inputs, KernelSpec
 from tk_kernel_core.targets import COMPILE_TARGETS
 from tk_kernel_core.timing import bytes_in
@@ -88,6 +90,20 @@ class SpecTests:
         cost = self.spec.cost(case)
         assert cost.bytes_read == bytes_in(inputs)
         assert cost.bytes_written == bytes_in({"results": self.spec.run(inputs)})
+
+    def test_every_kernel_belongs_to_a_stage(self, name: str) -> None:
+        """Where the package tells stages apart: on every target, and the cost of each has a roof."""
+        stages, case = self.spec.stages, self.spec.cases[name]
+        if stages is None:
+            return
+        costs = stages.cost(case)
+        for cost in costs.values():
+            assert roof_us(cost, known_device("H200"))[0]
+        for target in COMPILE_TARGETS.values():
+            kernels = [launch.kernel for launch in self.spec.launches(case, target)]
+            assigned = list(stages.assign(kernels))
+            assert len(assigned) == len(kernels)
+            assert set(assigned) <= set(costs), dict(zip(kernels, assigned, strict=True))
 
     def test_planning_for_another_card_leaves_real_calls_alone(self, device: str) -> None:
         """A call on real tensors inside the block is planned for the card it runs on, and so are those after it."""
