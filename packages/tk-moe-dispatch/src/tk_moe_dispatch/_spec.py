@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tk_kernel_core import baselines
 from tk_kernel_core.numerics import rounding_tolerance
-from tk_kernel_core.spec import Case, CaseValue, Cost, Inputs, KernelSpec, Tolerance
+from tk_kernel_core.spec import Case, CaseValue, Cost, Inputs, KernelSpec, Stages, Tolerance
 from tk_moe_dispatch._expert_ops import fused_experts
 from tk_moe_dispatch._ops import moe_router
 from tk_moe_dispatch._reference import fused_experts_torch, moe_router_torch
@@ -136,14 +138,60 @@ def cost(case: Case) -> Cost:
     params: dict[str, Any] = dict(case.params)
     tokens, n_experts, top_k, hidden = (params[name] for name in ("tokens", "n_experts", "top_k", "hidden"))
     size = getattr(torch, params["dtype"]).itemsize
-    # An expert is left out by all tokens with this probability.
-    unused = (1 - top_k / n_experts) ** tokens
-    experts = round(n_experts * (1 - unused) * 3 * params["ffn"] * hidden) + 3 * params["shared_ffn"] * hidden
+    experts = round(_used_experts(params) * 3 * params["ffn"] * hidden) + 3 * params["shared_ffn"] * hidden
     read = size * (tokens * hidden + n_experts * hidden + experts) + 4 * n_experts * (params["n_groups"] is not None)
     products = n_experts + 3 * (top_k * params["ffn"] + params["shared_ffn"])
     return Cost(
         2 * tokens * hidden * products, bytes_read=read, bytes_written=size * tokens * hidden, peak=params["dtype"]
     )
+
+
+def _used_experts(params: dict[str, Any]) -> float:
+    # An expert is left out by all tokens with this probability.
+    unused = (1 - params["top_k"] / params["n_experts"]) ** params["tokens"]
+    return float(params["n_experts"] * (1 - unused))
+
+
+def stage_cost(case: Case) -> dict[str, Cost]:
+    """Count the stages of the path through sorted slots; others do the work of several in one kernel."""
+    params: dict[str, Any] = dict(case.params)
+    tokens, n_experts, top_k, hidden = (params[name] for name in ("tokens", "n_experts", "top_k", "hidden"))
+    ffn, shared_ffn, dtype = params["ffn"], params["shared_ffn"], params["dtype"]
+    size, slots = getattr(torch, dtype).itemsize, tokens * top_k
+    experts = round(_used_experts(params) * ffn * hidden) + shared_ffn * hidden
+    # Rows per token that the experts return, that of the shared expert included.
+    rows = top_k + bool(shared_ffn)
+    x, h = tokens * hidden, tokens * (top_k * ffn + shared_ffn)
+    # Ids are of 8 bytes; routing weights, and what sorting hands on of each slot, of 4.
+    router = size * (x + n_experts * hidden) + 4 * n_experts * (params["n_groups"] is not None)
+    return {
+        "router": Cost(2 * x * n_experts, router, 12 * slots, dtype),
+        "schedule": Cost(0, 8 * slots, 8 * slots + 4 * (n_experts + 1)),
+        "permute": Cost(0, size * x + 4 * slots, size * slots * hidden),
+        "GEMM 1": Cost(4 * h * hidden, size * (x + 2 * experts) + 4 * slots, size * h, dtype),
+        "GEMM 2": Cost(2 * h * hidden, size * (h + experts) + 4 * slots, size * rows * x, dtype),
+        "combine": Cost((rows - 1) * x, size * rows * x + 4 * slots, size * x),
+    }
+
+
+_STAGES = {
+    "route_kernel": "router",
+    "count_kernel": "schedule",
+    "schedule_kernel": "schedule",
+    "permute_kernel": "permute",
+    "stream_up_kernel": "GEMM 1",
+    "stream_down_kernel": "GEMM 2",
+    "combine_kernel": "combine",
+}
+
+
+def assign_stages(kernels: Sequence[str]) -> list[str | None]:
+    """Tell a layer's kernels apart, by name, and where one serves two stages, by turns."""
+    turns = itertools.cycle(("GEMM 1", "GEMM 2"))
+    stages = [next(turns) if name == "expert_gemm_kernel" else _STAGES.get(name) for name in kernels]
+    # PyTorch multiplies many tokens by the router, with kernels of its own choice.
+    scoring = stages.index("router") if "router" in stages else 0
+    return ["router"] * scoring + stages[scoring:]
 
 
 def tolerance(case: Case) -> Tolerance:
@@ -188,4 +236,5 @@ SPEC = KernelSpec(
     shrink=shrink,
     baselines={"copy": _copy, "cublas": _by_cublas},
     bars={f"{model}-{tokens}": dict([bar]) for (model, tokens), bar in _BARS.items()},
+    stages=Stages(stage_cost, assign_stages),
 )
