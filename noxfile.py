@@ -181,7 +181,8 @@ def tests(session: nox.Session, package: str) -> None:
         session.skip("nothing that concerns it has changed")
     if package == REPOSITORY:
         wheels = build_wheels(session, *PROJECTS)
-        install(session, "nox", "pytest-xdist", "pyyaml", "asv", "asv_runner", wheels=wheels.values())
+        tools = ["nox", "pytest-xdist", "pyyaml", "asv", "asv_runner", "transformers"]
+        install(session, *tools, wheels=wheels.values())
         folder = ROOT / "tests"
     else:
         wheels = build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package)))
