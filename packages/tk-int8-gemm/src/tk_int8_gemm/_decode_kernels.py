@@ -24,55 +24,12 @@ from tk_kernel_core.gemm_kernels import (
     store,
     wait_for_predecessor,
 )
+from tk_kernel_core.weight_kernels import dequantise_int8
 
 GROUP = tl.constexpr(128)
 BLOCKS = tl.constexpr(4)  # of 32 columns, in a group
 BLOCK_WORDS = tl.constexpr(128)  # of a block of a tile
 GROUP_WORDS = tl.constexpr(512)
-
-# A byte b under a high byte of 0x64 is 1024 + b in fp16, exactly; the code is b - 128.
-_TO_FP16 = tl.constexpr("""
-{
-.reg .b32 pair, offset;
-mov.b32 offset, 0xe480e480;
-prmt.b32 pair, $4, 0x64646464, 0x5150; add.f16x2 pair, pair, offset; mov.b32 {$0, $1}, pair;
-prmt.b32 pair, $4, 0x64646464, 0x5352; add.f16x2 pair, pair, offset; mov.b32 {$2, $3}, pair;
-}""")
-# bfloat16 has no 8 bits for that: a byte b below 0x4b0000 is 2^23 + b in fp32, and the code is exact in bfloat16.
-_TO_BF16 = tl.constexpr("""
-{
-.reg .b32 word, pair;
-.reg .f32 low, high;
-prmt.b32 word, $4, 0x4b000000, 0x7650; mov.b32 low, word; add.f32 low, low, 0fCB000080;
-prmt.b32 word, $4, 0x4b000000, 0x7651; mov.b32 high, word; add.f32 high, high, 0fCB000080;
-cvt.rn.bf16x2.f32 pair, high, low; mov.b32 {$0, $1}, pair;
-prmt.b32 word, $4, 0x4b000000, 0x7652; mov.b32 low, word; add.f32 low, low, 0fCB000080;
-prmt.b32 word, $4, 0x4b000000, 0x7653; mov.b32 high, word; add.f32 high, high, 0fCB000080;
-cvt.rn.bf16x2.f32 pair, high, low; mov.b32 {$2, $3}, pair;
-}""")
-_FOUR_HALVES = tl.constexpr("=h,=h,=h,=h,r")
-
-
-@triton.jit
-def _byte(words, SHIFT: tl.constexpr, dtype: tl.constexpr):
-    return (((words >> SHIFT) & 255).to(tl.float32) - 128.0).to(dtype)
-
-
-@triton.jit
-def dequantise(words, dtype: tl.constexpr, PTX: tl.constexpr):
-    """The codes of words, [..., 2 elements of a pair, 2 pairs]."""
-    if not PTX:
-        b0, b1 = _byte(words, 0, dtype), _byte(words, 8, dtype)
-        b2, b3 = _byte(words, 16, dtype), _byte(words, 24, dtype)
-    elif dtype == tl.bfloat16:
-        b0, b1, b2, b3 = tl.inline_asm_elementwise(
-            _TO_BF16, _FOUR_HALVES, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1
-        )
-    else:
-        b0, b1, b2, b3 = tl.inline_asm_elementwise(
-            _TO_FP16, _FOUR_HALVES, [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
-        )
-    return tl.join(tl.join(b0, b1), tl.join(b2, b3))
 
 
 @triton.jit
@@ -81,7 +38,7 @@ def _codes(words, dtype: tl.constexpr, PTX: tl.constexpr):
     WARPS: tl.constexpr = words.shape[0]
     TILES: tl.constexpr = words.shape[1]
     # warp, tile, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
-    codes = tl.reshape(dequantise(words, dtype, PTX), [WARPS, TILES, BLOCKS, 8, 4, 2, 2, 2, 2])
+    codes = tl.reshape(dequantise_int8(words, dtype, PTX), [WARPS, TILES, BLOCKS, 8, 4, 2, 2, 2, 2])
     codes = tl.permute(codes, (0, 1, 5, 3, 2, 8, 4, 6, 7))
     return tl.reshape(codes, [WARPS, TILES * 16, GROUP])
 
@@ -300,7 +257,7 @@ def dequantize_packed_kernel(
     packed = tl.load(word_ptrs, mask=first_group + groups < N_GROUPS, other=0, eviction_policy="evict_first")
     scale = tl.load(scale_ptr + rows, mask=row_mask, other=0.0)
     # group, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
-    codes = tl.reshape(dequantise(packed, tl.float16, PTX), [GROUPS, BLOCKS, 8, 4, 2, 2, 2, 2])
+    codes = tl.reshape(dequantise_int8(packed, tl.float16, PTX), [GROUPS, BLOCKS, 8, 4, 2, 2, 2, 2])
     codes = tl.reshape(tl.permute(codes, (4, 2, 0, 1, 3, 5, 7, 6)), [16, GROUPS * GROUP]).to(tl.float32)
     if zero_point_ptr is not None:
         codes -= tl.load(zero_point_ptr + rows, mask=row_mask, other=0.0)

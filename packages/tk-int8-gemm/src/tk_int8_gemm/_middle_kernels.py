@@ -9,8 +9,9 @@ it, octet, element of the pair. In that order a thread's words are its part of t
 import triton
 import triton.language as tl
 
-from tk_int8_gemm._decode_kernels import BLOCK_WORDS, BLOCKS, GROUP, GROUP_WORDS, dequantise
+from tk_int8_gemm._decode_kernels import BLOCK_WORDS, BLOCKS, GROUP, GROUP_WORDS
 from tk_kernel_core.gemm_kernels import add_operand_parts, end_chain, store, wait_for_predecessor
+from tk_kernel_core.weight_kernels import dequantise_int8 as dequantise
 
 
 @triton.jit(do_not_specialize=["n_rows"])

@@ -29,10 +29,10 @@ from tk_kernel_core.gemm_kernels import (
     store,
     wait_for_predecessor,
 )
-from tk_w4a16._weight_kernels import (
+from tk_kernel_core.weight_kernels import (
     BLOCKS,
     STEP_WORDS,
-    dequantise,
+    dequantise_int4,
     for_words,
     group_of,
     load_groups,
@@ -54,7 +54,7 @@ def _left_operand(words, zeros, PARTS: tl.constexpr, dtype: tl.constexpr, PTX: t
         zeros = for_words(zeros.to(tl.int32))
     # warp, tile, pair of blocks: part and rest, row, octet, block: part and rest, half of the rows, column, pair, half
     codes = tl.reshape(
-        dequantise(words, zeros, None, dtype, PTX),
+        dequantise_int4(words, zeros, None, dtype, PTX),
         [WARPS, TILES, PAIRS, 2 // PAIRS, 8, 4, SINGLE, 2 // SINGLE, 2, 2, 2, 2],
     )
     if zeros is None:

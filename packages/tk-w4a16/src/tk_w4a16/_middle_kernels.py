@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, store, wait_for_predecessor
-from tk_w4a16._weight_kernels import (
+from tk_kernel_core.weight_kernels import (
     STEP_WORDS,
-    dequantise,
     for_words,
     load_groups,
     n_groups,
     row_offsets,
     row_steps,
 )
+from tk_kernel_core.weight_kernels import dequantise_int4 as dequantise
 
 
 @triton.jit(do_not_specialize=["n_rows"])

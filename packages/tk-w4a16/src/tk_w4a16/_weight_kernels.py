@@ -1,172 +1,18 @@
-"""Device code for the prepared weight: its codes as floats, its scales and zeros, and all of it dequantised.
-
-A tile is 16 output features. A step is 128 columns of the weight, and a part what of it shares a scale: all, a half or
-a quarter.
-"""
+"""Device code that dequantises a whole prepared weight."""
 
 import triton
 import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import STEP, wait_for_predecessor
-
-BLOCKS = tl.constexpr(4)  # of 32 columns, in a step
-STEP_WORDS = tl.constexpr(256)  # of a step of a tile
-
-# Under the bits 0x6400 a code is 1024 + code in fp16, and in the upper half of a byte 1024 + 16 * code. $9 and $10 are
-# what to add to the one, and to a sixteenth of the other, so that code - zero is left, exactly.
-_TO_FP16 = """
-.reg .b32 upper, pair, sixteenth;
-mov.b32 sixteenth, 0x2c002c00;
-lop3.b32 pair, $8, 0x000f000f, 0x64006400, 0xea; add.f16x2 pair, pair, $9; {0}
-lop3.b32 pair, $8, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 pair, pair, sixteenth, $10; {1}
-shr.u32 upper, $8, 8;
-lop3.b32 pair, upper, 0x000f000f, 0x64006400, 0xea; add.f16x2 pair, pair, $9; {2}
-lop3.b32 pair, upper, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 pair, pair, sixteenth, $10; {3}
-"""
-# Under 0x4300 it is 128 + code in bf16, which has no room for the upper half of a byte. sm_80 cannot but multiply and
-# add.
-_TO_BF16 = """
-.reg .b32 rest, pair, one;
-mov.b32 one, 0x3f803f80;
-lop3.b32 pair, $8, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 pair, pair, one, $9; {0}
-shr.u32 rest, $8, 4;
-lop3.b32 pair, rest, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 pair, pair, one, $9; {1}
-shr.u32 rest, $8, 8;
-lop3.b32 pair, rest, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 pair, pair, one, $9; {2}
-shr.u32 rest, $8, 12;
-lop3.b32 pair, rest, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 pair, pair, one, $9; {3}
-"""
-
-
-def _ptx(conversion, before="", scaling=""):
-    """Complete a conversion by what is done with its four pairs of columns."""
-    ends = [f"{scaling} mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, pair;" for pair in range(4)]
-    return tl.constexpr("{" + before + conversion.format(*ends) + "}")
-
-
-_FP16_CODES = _ptx(_TO_FP16)
-_BF16_CODES = _ptx(_TO_BF16)
-_FP16_WEIGHT = _ptx(_TO_FP16, ".reg .b32 scale; mov.b32 scale, {$11, $11};", "mul.rn.f16x2 pair, pair, scale;")
-_BF16_WEIGHT = _ptx(
-    _TO_BF16,
-    ".reg .b32 scale, zero; mov.b32 scale, {$10, $10}; mov.b32 zero, 0x80008000;",
-    "fma.rn.bf16x2 pair, pair, scale, zero;",
+from tk_kernel_core.weight_kernels import (
+    STEP_WORDS,
+    dequantise_int4,
+    for_words,
+    load_groups,
+    n_groups,
+    row_offsets,
+    row_steps,
 )
-_TWO_REGISTERS = tl.constexpr("=h," * 8 + "r,r")
-_TWO_AND_SCALE = tl.constexpr("=h," * 8 + "r,r,h")
-_THREE_REGISTERS = tl.constexpr("=h," * 8 + "r,r,r")
-_THREE_AND_SCALE = tl.constexpr("=h," * 8 + "r,r,r,h")
-
-
-@triton.constexpr_function
-def n_parts(GROUP_SIZE):
-    """Groups in a step, or 1."""
-    return STEP.value // GROUP_SIZE if GROUP_SIZE in (32, 64) else 1
-
-
-@triton.constexpr_function
-def row_steps(IN_FEATURES, GROUP_SIZE):
-    """Steps in a row of the weight, padding included."""
-    columns = 256 if GROUP_SIZE == 256 else STEP.value
-    return (IN_FEATURES + columns - 1) // columns * (columns // STEP.value)
-
-
-@triton.constexpr_function
-def n_groups(IN_FEATURES, GROUP_SIZE):
-    """Groups in a row of the weight, padding included."""
-    return 1 if GROUP_SIZE == -1 else row_steps(IN_FEATURES, GROUP_SIZE) * STEP.value // GROUP_SIZE
-
-
-@triton.jit
-def group_of(steps, parts, GROUP_SIZE: tl.constexpr):
-    if GROUP_SIZE == -1:
-        return steps * 0 + parts
-    elif GROUP_SIZE < STEP:
-        return steps * (STEP // GROUP_SIZE) + parts
-    else:
-        return steps // (GROUP_SIZE // STEP) + parts
-
-
-@triton.jit
-def _difference(words, SHIFT: tl.constexpr, zeros, scales, dtype: tl.constexpr):
-    difference = (((words >> SHIFT) & 15) - zeros).to(tl.float32)
-    if scales is not None:
-        difference *= scales.to(tl.float32)
-    return difference.to(dtype)
-
-
-@triton.jit
-def dequantise(words, zeros, scales, dtype: tl.constexpr, PTX: tl.constexpr):
-    """(codes - zeros) * scales, [..., 2 columns of a pair, 2 pairs of a half, 2 halves of an octet].
-
-    Zeros are int32 and shaped like the words, or None for 8; scales are shaped like the words, or None for 1.
-    """
-    if zeros is None:
-        zeros = tl.full(words.shape, 8, tl.int32)
-    if not PTX or (scales is not None and scales.dtype != dtype):
-        c0, c1 = _difference(words, 0, zeros, scales, dtype), _difference(words, 16, zeros, scales, dtype)
-        c2, c3 = _difference(words, 4, zeros, scales, dtype), _difference(words, 20, zeros, scales, dtype)
-        c4, c5 = _difference(words, 8, zeros, scales, dtype), _difference(words, 24, zeros, scales, dtype)
-        c6, c7 = _difference(words, 12, zeros, scales, dtype), _difference(words, 28, zeros, scales, dtype)
-    elif dtype == tl.bfloat16:
-        offset = zeros * 0x10001 - 0x3CFF3D00
-        if scales is None:
-            c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
-                _BF16_CODES, _TWO_REGISTERS, [words, offset], (tl.bfloat16,) * 8, is_pure=True, pack=1
-            )
-        else:
-            c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
-                _BF16_WEIGHT, _TWO_AND_SCALE, [words, offset, scales], (tl.bfloat16,) * 8, is_pure=True, pack=1
-            )
-    else:
-        offset, upper = zeros * 0x10001 - 0x1BFF1C00, zeros * 0x100010 - 0x2BFF2C00
-        if scales is None:
-            c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
-                _FP16_CODES, _THREE_REGISTERS, [words, offset, upper], (tl.float16,) * 8, is_pure=True, pack=1
-            )
-        else:
-            c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
-                _FP16_WEIGHT, _THREE_AND_SCALE, [words, offset, upper, scales], (tl.float16,) * 8, is_pure=True, pack=1
-            )
-    return tl.join(tl.join(tl.join(c0, c1), tl.join(c2, c3)), tl.join(tl.join(c4, c5), tl.join(c6, c7)))
-
-
-@triton.jit
-def for_words(values):
-    """Repeat what belongs to rows and parts, [4, 8 rows, WARPS, TILES, PARTS, 2 halves of the rows], for every word."""
-    WARPS: tl.constexpr = values.shape[2]
-    TILES: tl.constexpr = values.shape[3]
-    PARTS: tl.constexpr = values.shape[4]
-    PAIRS: tl.constexpr = 2 if PARTS > 1 else 1
-    # warp, tile, pair of blocks, row, octet, block, half
-    values = tl.permute(tl.reshape(values, [4, 8, WARPS, TILES, PAIRS, PARTS // PAIRS, 2]), (2, 3, 4, 1, 0, 5, 6))
-    return tl.reshape(tl.broadcast_to(values, [WARPS, TILES, 2, 8, 4, 2, 2]), [WARPS, TILES, 2, 128])
-
-
-@triton.jit
-def row_offsets(tiles, N_GROUPS: tl.constexpr):
-    """Offsets of the first scale or zero of rows, [4 times the same, 8 rows, WARPS, TILES, 1, 2 halves of the rows].
-
-    tiles are [WARPS or 1, TILES].
-    """
-    lanes = tl.arange(0, 4)[:, None, None, None, None, None]
-    rows = tl.arange(0, 8)[None, :, None, None, None, None]
-    halves = tl.arange(0, 2)[None, None, None, None, None, :]
-    return lanes * 0 + tiles[None, None, :, :, None, None] * (N_GROUPS * 16) + rows * 2 + halves
-
-
-@triton.jit
-def load_groups(ptrs, steps, GROUP_SIZE: tl.constexpr, N_STEPS: tl.constexpr, SPARE: tl.constexpr):
-    """Scales or zeros of steps, [4 times the same, 8 rows, WARPS, TILES, PARTS, 2 halves of the rows].
-
-    ptrs are those of group 0; steps broadcast to them. Where SPARE, steps from N_STEPS on do not exist.
-    """
-    parts = tl.arange(0, n_parts(GROUP_SIZE))[None, None, None, None, :, None]
-    ptrs += group_of(steps, parts, GROUP_SIZE) * 16
-    if SPARE:
-        return tl.load(ptrs, mask=steps < N_STEPS, other=0)
-    else:
-        return tl.load(ptrs)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -200,7 +46,7 @@ def dequantize_packed_kernel(
         zeros = load_groups(zeros_ptr + offsets, group_steps, GROUP_SIZE, N_STEPS, True)
         zeros = for_words(zeros.to(tl.int32))
     # step, pair of blocks, row, octet, block, half of the rows, column of the pair, pair, half of the octet
-    codes = tl.reshape(dequantise(packed, zeros, None, tl.float16, PTX), [STEPS, 2, 8, 4, 2, 2, 2, 2, 2])
+    codes = tl.reshape(dequantise_int4(packed, zeros, None, tl.float16, PTX), [STEPS, 2, 8, 4, 2, 2, 2, 2, 2])
     weight = codes.to(tl.float32) * tl.reshape(scales, [STEPS, 2, 8, 4, 2, 2, 1, 1, 1]).to(tl.float32)
     weight = tl.reshape(tl.permute(weight, (5, 2, 0, 1, 4, 3, 8, 7, 6)), [16, STEPS * STEP])
     rows = tl.program_id(0) * 16 + tl.arange(0, 16)[:, None]
