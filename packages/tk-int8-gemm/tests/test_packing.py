@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
+from tk_int8_gemm._packing import PackedInt8Weight
+from tk_kernel_core.packing import COLUMN_MULTIPLE, ROW_MULTIPLE
 
 SIZES = (1, 15, 16, 17, 64, 127, 128, 129, 300)
 
@@ -24,7 +25,7 @@ def test_unpacking_gives_back_the_codes_exactly(n: int, k: int) -> None:
     assert unpacked.dtype == torch.int8
     assert unpacked.is_contiguous()
     assert torch.equal(unpacked, codes)
-    padded_n, padded_k = n + -n % ROW_MULTIPLE, k + -k % GROUP
+    padded_n, padded_k = n + -n % ROW_MULTIPLE, k + -k % COLUMN_MULTIPLE
     assert packed.codes.shape == (padded_n // 16, padded_k // 64, 2, 32, 4)
     assert packed.codes.dtype == torch.int32
     assert packed.codes.is_contiguous()

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from tk_kernel_core import quantization as quantize_module
+from tk_kernel_core.packing import COLUMN_MULTIPLE, ROW_MULTIPLE
 from tk_w4a16 import PackedInt4Weight, dequantize_int4, quantize_weight_int4_grouped
-from tk_w4a16 import _quantize as quantize_module
 from tk_w4a16._formats import Int4Weight
-from tk_w4a16._packing import COLUMN_MULTIPLE, GROUP_SIZES, ROW_MULTIPLE
+from tk_w4a16._packing import GROUP_SIZES
 
 SIZES = ((1, 1), (15, 127), (16, 128), (17, 129), (64, 64), (65, 300), (130, 520))
 

@@ -10,7 +10,7 @@ import torch
 from tk_int8_gemm._decode_launch import prepare_decode
 from tk_int8_gemm._launch import dequantize_config
 from tk_int8_gemm._middle_launch import MiddleConfig, linear_way, prepare_middle
-from tk_int8_gemm._packing import GROUP, ROW_MULTIPLE, PackedInt8Weight
+from tk_int8_gemm._packing import PackedInt8Weight
 from tk_int8_gemm._plans import Plan, by_parts, check_operands, planned, rows_of
 from tk_int8_gemm._reference import int8_gemm_torch
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
@@ -19,6 +19,7 @@ from tk_kernel_core.gemm import backend_options, prepare_arrangement
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import Kernel, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import next_power_of_two, row_stride
+from tk_kernel_core.packing import COLUMN_MULTIPLE, ROW_MULTIPLE
 
 _DEQUANTIZE = Kernel("tk_int8_gemm._decode_kernels", "dequantize_packed_kernel")
 
@@ -26,7 +27,13 @@ _DEQUANTIZE = Kernel("tk_int8_gemm._decode_kernels", "dequantize_packed_kernel")
 def check_arguments(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, n: int, k: int) -> None:
     """Raise TypeError or ValueError for arguments that `int8_linear` does not take."""
     check_tensor("weight.codes", codes, (torch.int32,))
-    padded = (-(-n // ROW_MULTIPLE) * (ROW_MULTIPLE // 16), -(-k // GROUP) * (GROUP // 64), 2, 32, 4)
+    padded = (
+        -(-n // ROW_MULTIPLE) * (ROW_MULTIPLE // 16),
+        -(-k // COLUMN_MULTIPLE) * (COLUMN_MULTIPLE // 64),
+        2,
+        32,
+        4,
+    )
     check_shape("weight.codes", codes, padded)
     if not codes.is_contiguous():
         raise ValueError(f"weight.codes must be contiguous, got strides {codes.stride()}")
@@ -106,7 +113,7 @@ def middle(
     arrange = PreparedLaunch.of(prepare_arrangement(m, k, row_stride(rows), n_counters, target), device)
     launch = PreparedLaunch.of(prepared, device)
     # Whole blocks of rows, all of which the kernel reads.
-    new_arranged = allocator((prepared.padded_rows, -(-k // GROUP) * GROUP), rows.dtype, device)
+    new_arranged = allocator((prepared.padded_rows, -(-k // COLUMN_MULTIPLE) * COLUMN_MULTIPLE), rows.dtype, device)
     new_x_sum = allocator((m,), torch.float32, device)
     new_partial = allocator((prepared.partial_elements,), torch.float32, device)
     new_counter = allocator((n_counters,), torch.int32, device)
@@ -123,7 +130,7 @@ def middle(
 def _dequantizing(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, reason: str) -> Plan:
     target = launch_target(device)
     config = dequantize_config(m, n, k, dtype.itemsize, target, reason)
-    n_groups = -(-k // GROUP)
+    n_groups = -(-k // COLUMN_MULTIPLE)
     n_own = min(4, next_power_of_two(n_groups))
     constexprs = {
         "IN_FEATURES": k,

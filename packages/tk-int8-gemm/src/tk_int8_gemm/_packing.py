@@ -13,12 +13,7 @@ import torch
 
 from tk_int8_gemm._quantize import FLOATS, ZERO_POINTS, channel_vector
 from tk_kernel_core.checks import check_same_device, check_tensor
-
-ROW_MULTIPLE = 64
-"""Output features are padded to a multiple of this: the most that one program of any kernel works on."""
-
-GROUP = 128
-"""Input features are padded to a multiple of this: what one step of a kernel works on."""
+from tk_kernel_core.packing import int8_codes, int8_words
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,12 +62,9 @@ class PackedInt8Weight:
                 f"{tuple(weight_int8.shape)}"
             )
         n, k = weight_int8.shape
-        padding = (0, -k % GROUP, 0, -n % ROW_MULTIPLE)
-        # Adding 128 flips the highest bit; what is padded with code 0 adds nothing to any result.
-        unsigned = torch.nn.functional.pad(weight_int8, padding).view(torch.uint8) ^ 128
-        fragments = _as_fragments(unsigned).contiguous()
         return cls(
-            codes=fragments.view(torch.int32).view(*fragments.shape[:3], 32, 4),
+            # What is padded with code 0 adds nothing to any result.
+            codes=int8_words(weight_int8),
             scale=_per_row("scale", scale, FLOATS, weight_int8),
             zero_point=(None if zero_point is None else _per_row("zero_point", zero_point, ZERO_POINTS, weight_int8)),
             out_features=n,
@@ -81,11 +73,7 @@ class PackedInt8Weight:
 
     def unpack(self) -> torch.Tensor:
         """Return the int8 codes, [out_features, in_features], exactly as they were packed."""
-        n_tiles, n_blocks = self.codes.shape[:2]
-        codes = torch.empty(16 * n_tiles, 64 * n_blocks, dtype=torch.uint8, device=self.codes.device)
-        fragments = _as_fragments(codes)
-        fragments.copy_(self.codes.view(torch.uint8).view(fragments.shape))
-        return (codes[: self.out_features, : self.in_features] ^ 128).view(torch.int8)
+        return int8_codes(self.codes)[: self.out_features, : self.in_features].contiguous()
 
     def to(self, device: torch.device | str | int) -> PackedInt8Weight:
         """Return the weight on another device, or the same one where it is there already."""
@@ -101,12 +89,6 @@ class PackedInt8Weight:
             f"PackedInt8Weight(out_features={self.out_features}, in_features={self.in_features}, {scheme}, "
             f"device={self.codes.device})"
         )
-
-
-def _as_fragments(codes: torch.Tensor) -> torch.Tensor:
-    """View [N, K] bytes as [tile, block, half, row, column octet, row half, column quad, column]."""
-    n, k = codes.shape
-    return codes.view(n // 16, 2, 8, k // 64, 2, 4, 2, 4).permute(0, 3, 4, 2, 5, 1, 6, 7)
 
 
 def _per_row(name: str, value: torch.Tensor, dtypes: tuple[torch.dtype, ...], weight: torch.Tensor) -> torch.Tensor:

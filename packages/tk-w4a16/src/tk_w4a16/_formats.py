@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tk_kernel_core.checks import ACTIVATION_DTYPES, check_choice, check_same_device, check_shape, check_tensor
-from tk_w4a16._quantize import check_plain, count_groups, quantize_groups, readable, split_nibbles, split_words
+from tk_kernel_core.quantization import count_groups, quantize_groups, readable
+from tk_w4a16._quantize import check_plain, split_nibbles, split_words
 
 LARGEST_ZERO = 16
 """The largest zero point: what GPTQ's 15, stored minus one, stands for."""

@@ -38,6 +38,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tk_kernel_core.checks import check_choice
+from tk_kernel_core.packing import COLUMN_MULTIPLE, ROW_MULTIPLE, by_rows, by_tiles, int4_codes, int4_words
+from tk_kernel_core.quantization import SYMMETRIC_ZERO, decode_groups, readable, row_chunks
 from tk_w4a16._formats import (
     Int4Weight,
     read_awq,
@@ -46,16 +48,10 @@ from tk_w4a16._formats import (
     read_gptq,
     read_int4,
 )
-from tk_w4a16._quantize import FLOATS, SYMMETRIC_ZERO, decode_groups, readable, row_chunks
+from tk_w4a16._quantize import FLOATS
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Columns that share a scale, where not all of them do."""
-
-ROW_MULTIPLE = 64
-"""Output features are padded to a multiple of this: the most that one program of any kernel works on."""
-
-COLUMN_MULTIPLE = 128
-"""Columns are padded to a multiple of this, and of the group size: what one step of a kernel works on."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -266,8 +262,7 @@ class PackedInt4Weight:
                 part[: len(given), :k] = given
             else:
                 part[: len(given)].index_copy_(1, position, given)
-            fragments = _as_fragments(_join(part))
-            codes[tiles].view(fragments.shape).copy_(fragments)
+            codes[tiles] = int4_words(part)
         permutation = None
         if position is not None:
             permutation = torch.full((columns,), -1, dtype=torch.int32, device=device)
@@ -336,10 +331,7 @@ class PackedInt4Weight:
     def _columns(self, rows: slice) -> torch.Tensor:
         """Return the codes of some rows, whole tiles, in the order of columns: uint8 [rows, K]."""
         tiles = self.codes[rows.start // 16 : rows.stop // 16]
-        words = torch.empty(16 * tiles.shape[0], 8 * tiles.shape[1], dtype=torch.int32, device=tiles.device)
-        fragments = _as_fragments(words)
-        fragments.copy_(tiles.view(fragments.shape))
-        return _split(words)
+        return int4_codes(tiles)
 
     def _position(self) -> torch.Tensor | None:
         """Return the column of each input feature, None where they are the same."""
@@ -348,28 +340,6 @@ class PackedInt4Weight:
 
     def _in_order(self, values: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
         return values[:, : self.in_features] if position is None else values.index_select(1, position)
-
-
-def _as_fragments(words: torch.Tensor) -> torch.Tensor:
-    """View [N, K / 8] words as [row tile, column tile, r, c, s, b]."""
-    n, octets = words.shape
-    return words.view(n // 16, 2, 8, octets // 8, 2, 4).permute(0, 3, 2, 5, 4, 1)
-
-
-def _join(codes: torch.Tensor) -> torch.Tensor:
-    """Make words of eight consecutive codes, even ones in the lower half: uint8 [N, K] to int32 [N, K / 8]."""
-    octets = codes.view(torch.int64)
-    # Codes 0 and 2 to bits 0 to 7, 1 and 3 to bits 8 to 15, and those of the upper half alike, from bit 32 on.
-    pairs = octets | (octets >> 12)
-    words = (pairs & 0xFF) | ((pairs >> 24) & 0xFF00) | ((pairs & 0xFF00) << 8) | ((pairs >> 16) & 0xFF000000)
-    return words.view(torch.int32)[:, ::2].contiguous()
-
-
-def _split(words: torch.Tensor) -> torch.Tensor:
-    """Undo `_join`: int32 [N, K / 8] to uint8 [N, K]."""
-    wide = words.to(torch.int64)
-    pairs = (wide & 0xFF) | ((wide & 0xFF00) << 24) | ((wide >> 8) & 0xFF00) | ((wide & 0xFF000000) << 16)
-    return ((pairs | (pairs << 12)) & 0x0F0F0F0F0F0F0F0F).view(torch.uint8)
 
 
 def _arrange(weight: Int4Weight) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
@@ -409,10 +379,4 @@ def _per_group(values: torch.Tensor, source: torch.Tensor | None, groups: int, h
     """Bring [N, G] scales or zero points to [N / 16, G, 8, 2] of padded sizes."""
     if source is not None:
         values = values.index_select(1, source)
-    padded = torch.nn.functional.pad(values, (0, groups - values.shape[1], 0, height - values.shape[0]))
-    return padded.view(-1, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
-
-
-def by_rows(values: torch.Tensor) -> torch.Tensor:
-    """Undo the arrangement of `_per_group`: [rows, G]."""
-    return values.permute(0, 3, 2, 1).flatten(0, 2)
+    return by_tiles(values, groups, height)

@@ -17,6 +17,8 @@ from tk_kernel_core.dispatch import backend_of
 from tk_kernel_core.gemm import backend_options, parts_of, prepare_arrangement, unit_of
 from tk_kernel_core.launch import Kernel, PlanCache, PreparedLaunch, allocator, launch_target
 from tk_kernel_core.layout import row_stride, rows_of
+from tk_kernel_core.packing import COLUMN_MULTIPLE, ROW_MULTIPLE
+from tk_kernel_core.quantization import count_groups
 from tk_w4a16._decode_launch import prepare_decode, prepare_dequantize
 from tk_w4a16._launch import (
     GATHER_BLOCK,
@@ -26,8 +28,8 @@ from tk_w4a16._launch import (
     plain_dequantize_config,
 )
 from tk_w4a16._middle_launch import prepare_middle
-from tk_w4a16._packing import COLUMN_MULTIPLE, GROUP_SIZES, ROW_MULTIPLE, PackedInt4Weight
-from tk_w4a16._quantize import FLOATS, count_groups
+from tk_w4a16._packing import GROUP_SIZES, PackedInt4Weight
+from tk_w4a16._quantize import FLOATS
 from tk_w4a16._reference import no_autocast, w4a16_linear_torch, w4a16_reference
 
 _PLAIN = Kernel("tk_w4a16._kernels", "w4a16_plain_kernel")

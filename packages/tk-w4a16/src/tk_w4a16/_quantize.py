@@ -1,12 +1,6 @@
 """INT4 quantisation of weights in groups along the input features, in the plain layout.
 
-One rule for every path, in fp32 whatever the dtype of the weight. A symmetric group with absolute maximum `a` has the
-scale `a / 7` and the zero point 8. An asymmetric one has the range from minimum to maximum, which always includes 0,
-the scale `(max - min) / 15` and the zero point `round(-min / scale)` within [0, 15]. The scale is rounded to the dtype
-of the weight first, so that codes, `round(w / scale) + zero` within [0, 15], fit the scale they are stored with.
-All roundings are half to even, and all quotients IEEE divisions.
-
-A group whose scale would be 0 in this dtype has the scale 1, and the code of every value is the zero point.
+The rule is that of `quantization` in the core.
 """
 
 from __future__ import annotations
@@ -14,15 +8,10 @@ from __future__ import annotations
 import torch
 
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
+from tk_kernel_core.quantization import count_groups, decode_groups, quantize_groups, readable, row_chunks
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-SYMMETRIC_ZERO = 8
-"""The zero point of every group of a symmetric weight."""
-
-# Elements that are in fp32 at a time.
-_CHUNK = 2**22
 
 
 def pack_int4(q: torch.Tensor) -> torch.Tensor:
@@ -138,91 +127,6 @@ def check_plain(
     return _plain_codes(packed, k)
 
 
-def quantize_groups(
-    weight: torch.Tensor, group_size: int, symmetric: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise a floating-point weight [N, K] as `quantize_weight_int4_grouped` does.
-
-    Returns:
-        `(codes, scales, zeros)`: uint8 [N, K], the weight's dtype [N, ceil(K / group_size)], and uint8 of that shape.
-
-    Raises:
-        TypeError: The group size is no integer.
-        ValueError: As from `quantize_weight_int4_grouped`.
-    """
-    _check_matrix("weight", weight)
-    if weight.numel() == 0:
-        raise ValueError(f"weight must have at least one element, got shape {tuple(weight.shape)}")
-    n, k = weight.shape
-    groups = count_groups(k, group_size)
-    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(n, groups, dtype=weight.dtype, device=weight.device)
-    zeros = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
-    for rows in row_chunks(n, k):
-        # Zeros that fill the last group up do not change its range.
-        values = grouped(weight.detach()[rows].to(torch.float32), groups, group_size)
-        low, high = values.aminmax(dim=-1, keepdim=True)
-        if symmetric:
-            extent, levels = torch.maximum(-low, high), 7.0
-        else:
-            low = low.clamp(max=0.0)
-            extent, levels = high.clamp(min=0.0) - low, 15.0
-        _check_extent(extent)
-        # PyTorch divides by a number, on GPUs, by way of a reciprocal.
-        scale = (extent / torch.full_like(extent, levels)).to(weight.dtype)
-        flat = scale == 0
-        step = torch.where(flat, 1.0, scale).to(torch.float32)
-        zero = torch.full_like(step, 8.0) if symmetric else (-low / step).round_().clamp_(0, 15)
-        coded = torch.where(flat, zero, (values / step).round_().add_(zero).clamp_(0, 15))
-        codes[rows] = coded.flatten(1)[:, :k].to(torch.uint8)
-        scales[rows], zeros[rows] = step.squeeze(-1).to(weight.dtype), zero.squeeze(-1).to(torch.uint8)
-    return codes, scales, zeros
-
-
-def decode_groups(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group_size: int,
-    compute: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return `(codes - zeros) * scales` in one dtype, by default fp64 for fp64 scales and fp32 for others.
-
-    Args:
-        codes: uint8 [N, K].
-        scales: Floating point, [N, ceil(K / group_size)].
-        zeros: Integers or floating point, shaped like the scales; None for 8.
-        group_size: Input features in a group; -1, or K and more, for one group.
-        compute: The dtype of all operations, and of the result.
-    """
-    if compute is None:
-        compute = torch.float64 if scales.dtype == torch.float64 else torch.float32
-    values = grouped(codes.to(compute), scales.shape[1], group_size)
-    values = values - (SYMMETRIC_ZERO if zeros is None else zeros.to(compute).unsqueeze(-1))
-    return (values * scales.to(compute).unsqueeze(-1)).flatten(1)[:, : codes.shape[1]]
-
-
-def grouped(values: torch.Tensor, groups: int, group_size: int) -> torch.Tensor:
-    """View [N, K] as [N, groups, group_size], after zeros that fill the last group up."""
-    n, k = values.shape
-    width = k if groups == 1 else group_size
-    return torch.nn.functional.pad(values, (0, groups * width - k)).view(n, groups, width)
-
-
-def count_groups(k: int, group_size: object) -> int:
-    """Return how many groups `k` input features have.
-
-    Raises:
-        TypeError: The group size is no integer.
-        ValueError: It is neither positive nor -1.
-    """
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size must be an int, got {type(group_size).__name__}")
-    if group_size != -1 and group_size < 1:
-        raise ValueError(f"group_size must be positive, or -1 for one group, got {group_size}")
-    return 1 if group_size == -1 else -(-k // group_size)
-
-
 def join_nibbles(low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
     """Write `low + 16 * high`, all of them uint8, without a temporary tensor."""
     torch.bitwise_left_shift(high, 4, out=out)
@@ -244,19 +148,6 @@ def split_words(words: torch.Tensor) -> torch.Tensor:
     return codes.flatten(1)
 
 
-def row_chunks(n: int, k: int, multiple: int = 1) -> list[slice]:
-    """Split `n` rows of `k` elements into parts of about four million elements and of whole multiples of rows."""
-    step = max(1, _CHUNK // max(1, k) // multiple) * multiple
-    return [slice(start, min(n, start + step)) for start in range(0, n, step)]
-
-
-def readable(*tensors: torch.Tensor) -> bool:
-    """Whether the values of tensors can be looked at."""
-    return not torch.compiler.is_compiling() and all(
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors
-    )
-
-
 def _plain_codes(packed: torch.Tensor, k: int) -> torch.Tensor:
     _check_matrix("packed", check_tensor("packed", packed, (torch.int32,)))
     if k < 0 or packed.shape[0] != -(-k // 8):
@@ -267,13 +158,3 @@ def _plain_codes(packed: torch.Tensor, k: int) -> torch.Tensor:
 def _check_matrix(name: str, value: torch.Tensor) -> None:
     if value.ndim != 2:
         raise ValueError(f"{name} must have two dimensions, got shape {tuple(value.shape)}")
-
-
-def _check_extent(extent: torch.Tensor) -> None:
-    """Refuse weights that are not finite, where values can be looked at: a NaN would surface in results only."""
-    if readable(extent) and not bool(extent.isfinite().all()):
-        bad = int((~extent.isfinite()).sum())
-        raise ValueError(
-            "weight must be finite in float32, and so must be the width of its range; "
-            f"got infinities, NaN or too wide a range in {bad} groups or more"
-        )

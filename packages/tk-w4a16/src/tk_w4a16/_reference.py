@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from tk_kernel_core.checks import check_same_device, check_shape, check_tensor
+from tk_kernel_core.quantization import decode_groups
 from tk_w4a16._packing import PackedInt4Weight
-from tk_w4a16._quantize import FLOATS, check_plain, decode_groups
+from tk_w4a16._quantize import FLOATS, check_plain
 
 
 def w4a16_reference(

@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from tk_kernel_core.checks import check_choice, check_same_device, check_shape, check_tensor
+from tk_kernel_core.packing import COLUMN_MULTIPLE, ROW_MULTIPLE, by_rows
+from tk_kernel_core.quantization import readable
 from tk_w4a16._formats import LARGEST_ZERO, read_compressed_tensors
-from tk_w4a16._packing import COLUMN_MULTIPLE, GROUP_SIZES, ROW_MULTIPLE, PackedInt4Weight, by_rows
-from tk_w4a16._quantize import pack_int4, readable
+from tk_w4a16._packing import GROUP_SIZES, PackedInt4Weight
+from tk_w4a16._quantize import pack_int4
 
 STATE_NAMES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
 
