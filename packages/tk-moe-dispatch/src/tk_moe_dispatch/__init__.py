@@ -17,6 +17,7 @@ from tk_moe_dispatch._ops import (
     route_topk,
     unpermute_tokens,
 )
+from tk_moe_dispatch._packed import PackedExperts
 from tk_moe_dispatch._parallel import ExpertParallelMoE
 from tk_moe_dispatch._reference import (
     MoEReference,
@@ -40,6 +41,7 @@ __all__ = [
     "ExpertParallelMoE",
     "FusedMoE",
     "MoEReference",
+    "PackedExperts",
     "Routing",
     "compute_permutation_indices",
     "compute_permutation_indices_torch",

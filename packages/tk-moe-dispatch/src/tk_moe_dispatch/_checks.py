@@ -257,6 +257,29 @@ def check_fused_experts(
     if twice % 2:
         raise ValueError(f"w13 must have shape [E, 2 * F, H], got {tuple(w13.shape)}")
     _check_weight("w2", w2, (n_experts, width, twice // 2), "x", x)
+    routed = topk_weights, topk_ids, expert_map, w13_bias, w2_bias, shared_w13, shared_w2
+    check_routed(x, n_experts, twice, *routed, layout, alpha, beta, limit, capacity_factor)
+
+
+def check_routed(
+    x: torch.Tensor,
+    n_experts: int,
+    twice: int,
+    topk_weights: Any,
+    topk_ids: Any,
+    expert_map: Any,
+    w13_bias: Any,
+    w2_bias: Any,
+    shared_w13: Any,
+    shared_w2: Any,
+    layout: Any,
+    alpha: Any,
+    beta: Any,
+    limit: Any,
+    capacity_factor: Any,
+) -> None:
+    """Raise errors for what `fused_experts` takes beside tokens and experts, these with 2 * F = `twice`."""
+    width = x.shape[-1]
     check_indices("topk_ids", topk_ids, n_experts or 1)
     check_tensor("topk_weights", topk_weights, FLOATS)
     for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tk_moe_dispatch import _expert_plans, _operators, _sorted_plans
-from tk_moe_dispatch._checks import check_ffn, check_fused_experts, check_fused_ffn, check_grouped_gemm, check_layer
+from tk_moe_dispatch import _expert_plans, _operators, _packed_plans, _sorted_plans
+from tk_moe_dispatch._checks import (
+    check_ffn,
+    check_fused_experts,
+    check_fused_ffn,
+    check_grouped_gemm,
+    check_layer,
+)
 from tk_moe_dispatch._ops import RECENT
+from tk_moe_dispatch._packed import PackedExperts
+from tk_moe_dispatch._packed_checks import check_fused_packed_experts, packed_operands
 from tk_moe_dispatch._reference import GatedLayout, Gating
 
 if TYPE_CHECKING:
@@ -15,8 +23,8 @@ if TYPE_CHECKING:
 
 def fused_experts(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | PackedExperts,
+    w2: torch.Tensor | PackedExperts,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
@@ -36,13 +44,15 @@ def fused_experts(
     `y[t] = sum(topk_weights[t, i] * expert[topk_ids[t, i]](x[t])) + shared(x[t])` over i, where an expert is
     `(g * sigmoid(alpha * g) * (u + beta)) @ w2.T + w2_bias` with `g` and `u` the two halves of
     `x @ w13.T + w13_bias`, clamped by `limit`. Products and the sum over experts are formed in fp32 and in a fixed
-    order; the inside of an expert, and its output times its weight, are rounded to the dtype of `x`. No host waits for
+    order; the inside of an expert, and its output times its weight, or its output where weights are packed, are rounded
+    to the dtype of `x`. No host waits for
     the GPU, experts without tokens are not read, and results do not depend on what was in memory before.
 
     Args:
         x: [..., H], float16 or bfloat16, any strides.
-        w13: [E, 2 * F, H] in the dtype of `x`: gate and up.
-        w2: [E, H, F] in the dtype of `x`: down.
+        w13: [E, 2 * F, H] in the dtype of `x`: gate and up. Or `PackedExperts` of this shape and `layout`, of 8 or 4
+            bits, for either dtype of `x`.
+        w2: [E, H, F] in the dtype of `x`: down. Or `PackedExperts`, if w13 is.
         topk_weights: [..., top_k], floating point.
         topk_ids: int32 or int64 [..., top_k]. An id that is no expert's, such as -1, contributes nothing.
         expert_map: int32 or int64 [all experts], where this device holds only some: the row of `w13` and `w2` for each
@@ -70,10 +80,23 @@ def fused_experts(
     Source:
         alpha, beta and limit: gpt-oss model card, arXiv:2508.10925. Capacity: Switch Transformers, arXiv:2101.03961.
     """
-    operands = x, w13, w2, topk_weights, topk_ids, expert_map, w13_bias, w2_bias, shared_w13, shared_w2
     settings = layout, alpha, beta, limit, capacity_factor
+    routed = topk_weights, topk_ids, expert_map, w13_bias, w2_bias, shared_w13, shared_w2
+    y: torch.Tensor
+    if isinstance(w13, PackedExperts) or isinstance(w2, PackedExperts):
+        tensors, sizes = packed_operands(x, w13, w2, layout)
+        y = RECENT.call(
+            "fused_packed_experts",
+            (x, *tensors, *routed),
+            (*sizes, *settings),
+            check_fused_packed_experts,
+            _packed_plans.fused_packed_experts_plan,
+            _operators.fused_packed_experts,
+        )
+        return y
+    operands = x, w13, w2, *routed
     plan_of, operator = _expert_plans.fused_experts_plan, _operators.fused_experts
-    y: torch.Tensor = RECENT.call("fused_experts", operands, settings, check_fused_experts, plan_of, operator)
+    y = RECENT.call("fused_experts", operands, settings, check_fused_experts, plan_of, operator)
     return y
 
 

@@ -88,27 +88,16 @@ def fused_experts_plan(
             return by_reference
         activation = float(alpha), float(beta), float("inf") if limit is None else float(limit)
         rows, shape = rows_of(x), x.shape
-        n_tokens, device = rows.shape[0], x.device
         capacity = expert_capacity(topk_ids.numel(), w13 if expert_map is None else expert_map, capacity_factor)
         gate_bias, up_bias = (None, None) if w13_bias is None else gate_and_up(w13_bias, layout, axis=-1)
         experts = (*gate_and_up(w13, layout), w2, topk_ids, expert_map)
         apply = experts_plan(rows, *experts, gate_bias, up_bias, w2_bias, activation, capacity)
-        new_ids = allocator((n_tokens, 1), torch.int64, device)
-        new_weights = allocator((n_tokens, 1), torch.float32, device)
-        apply_shared: Plan | None = None
-        if shared_w13 is not None:
-            # One more expert, to which every token goes.
-            gate, up = gate_and_up(shared_w13.unsqueeze(0), layout)
-            none = None, None, None, None
-            apply_shared = experts_plan(rows, gate, up, shared_w2.unsqueeze(0), new_ids(), *none, activation, None)
+        apply_shared = None if shared_w13 is None else shared_plan(rows, shared_w13, shared_w2, layout, activation)
 
         def apply_all(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, expert_map: Any, *rest: Any) -> Any:
             w13_bias, w2_bias, shared_w13, shared_w2 = rest
-            x, shared = rows_of(x), None
-            if apply_shared is not None:
-                expert = (*gate_and_up(shared_w13.unsqueeze(0), layout), shared_w2.unsqueeze(0))
-                ones, zeros = new_weights().fill_(1.0), new_ids().zero_()
-                shared = apply_shared(x, *expert, ones, zeros, None, None, None, None, None)
+            x = rows_of(x)
+            shared = None if apply_shared is None else apply_shared(x, shared_w13, shared_w2)
             biases = (None, None) if w13_bias is None else gate_and_up(w13_bias, layout, axis=-1)
             experts = (*gate_and_up(w13, layout), w2)
             return apply(x, *experts, weights, ids, expert_map, *biases, w2_bias, shared).view(shape)
@@ -116,6 +105,22 @@ def fused_experts_plan(
         return apply_all
 
     return planned(("fused_experts", *settings), operands, make)
+
+
+def shared_plan(rows: Any, w13: Any, w2: Any, layout: Any, activation: Activation) -> Plan:
+    """Return the function of rows, w13 and w2 that applies an expert for all tokens, of 16 bits."""
+    n_tokens, device = rows.shape[0], rows.device
+    new_ids = allocator((n_tokens, 1), torch.int64, device)
+    new_weights = allocator((n_tokens, 1), torch.float32, device)
+    # One more expert, to which every token goes.
+    gate, up = gate_and_up(w13.unsqueeze(0), layout)
+    apply = experts_plan(rows, gate, up, w2.unsqueeze(0), new_ids(), None, None, None, None, activation, None)
+
+    def apply_shared(x: Any, w13: Any, w2: Any) -> Any:
+        expert = (*gate_and_up(w13.unsqueeze(0), layout), w2.unsqueeze(0))
+        return apply(x, *expert, new_weights().fill_(1.0), new_ids().zero_(), None, None, None, None, None)
+
+    return apply_shared
 
 
 def fused_moe_forward_plan(

@@ -26,7 +26,7 @@ def swiglu(gate, up, alpha, beta, limit):
 
 
 @triton.jit
-def _place(index, n_row_tiles, n_feature_tiles, GROUP_M: tl.constexpr):
+def place(index, n_row_tiles, n_feature_tiles, GROUP_M: tl.constexpr):
     """Return which tile of rows and which of features an index stands for.
 
     GROUP_M tiles of rows are gone through together, rows first: those of one expert find its weights in L2.
@@ -185,7 +185,7 @@ def expert_gemm_kernel(
     wait_for_predecessor(DEPENDENT_LAUNCH)
     n_row_tiles = tl.load(tiles_ptr + 3)
     for index in tl.range(tl.program_id(0), n_row_tiles * n_feature_tiles, tl.num_programs(0), flatten=FLATTEN):
-        row_tile, feature_tile = _place(index, n_row_tiles, n_feature_tiles, GROUP_M)
+        row_tile, feature_tile = place(index, n_row_tiles, n_feature_tiles, GROUP_M)
         expert = tl.load(tiles_ptr + row_tile * 4)
         first_row = tl.load(tiles_ptr + row_tile * 4 + 1)
         end_row = tl.load(tiles_ptr + row_tile * 4 + 2)

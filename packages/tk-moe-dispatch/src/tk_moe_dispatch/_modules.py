@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from tk_kernel_core.checks import check_choice, check_shape, check_tensor
-from tk_moe_dispatch._checks import FLOATS, LAYOUTS, check_count, check_fused_experts, check_routing, check_scoring
+from tk_moe_dispatch._checks import (
+    FLOATS,
+    LAYOUTS,
+    check_count,
+    check_routing,
+    check_scoring,
+)
 from tk_moe_dispatch._expert_ops import fused_experts
 from tk_moe_dispatch._ops import moe_router
+from tk_moe_dispatch._packed import PackedExperts
+from tk_moe_dispatch._packed_checks import check_experts
 from tk_moe_dispatch._reference import GatedLayout, Gating, Routing
 
 Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -52,8 +60,8 @@ class FusedMoE(torch.nn.Module):
         router_weight: Parameter [E, H].
         router_bias: Parameter [E], or None.
         correction_bias: Buffer [E] float32, or None. Converting the module does not change its dtype.
-        w13: Parameter [E, 2 * F, H], gate and up.
-        w2: Parameter [E, H, F], down.
+        w13: Parameter [E, 2 * F, H], gate and up; or `PackedExperts`, a module inside this one.
+        w2: Parameter [E, H, F], down; or `PackedExperts`, if w13 is.
         w13_bias: Parameter [E, 2 * F], or None.
         w2_bias: Parameter [E, H], or None.
         shared_w13: Parameter [2 * F', H], or None.
@@ -69,8 +77,8 @@ class FusedMoE(torch.nn.Module):
     router_weight: torch.nn.Parameter
     router_bias: torch.nn.Parameter | None
     correction_bias: torch.Tensor | None
-    w13: torch.nn.Parameter
-    w2: torch.nn.Parameter
+    w13: torch.nn.Parameter | PackedExperts
+    w2: torch.nn.Parameter | PackedExperts
     w13_bias: torch.nn.Parameter | None
     w2_bias: torch.nn.Parameter | None
     shared_w13: torch.nn.Parameter | None
@@ -149,8 +157,8 @@ class FusedMoE(torch.nn.Module):
     def from_weights(
         cls,
         router_weight: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        w13: torch.Tensor | PackedExperts,
+        w2: torch.Tensor | PackedExperts,
         top_k: int,
         *,
         router_bias: torch.Tensor | None = None,
@@ -165,8 +173,8 @@ class FusedMoE(torch.nn.Module):
 
         Args:
             router_weight: [E, H].
-            w13: [E, 2 * F, H].
-            w2: [E, H, F].
+            w13: [E, 2 * F, H]; or `PackedExperts` of this shape, of 8 or 4 bits.
+            w2: [E, H, F]; or `PackedExperts`, if w13 is.
             top_k: Experts that a token goes to.
             router_bias: [E], or None.
             correction_bias: [E], or None.
@@ -183,7 +191,7 @@ class FusedMoE(torch.nn.Module):
             TypeError: An argument is of another type or dtype.
             ValueError: Shapes, devices or settings do not fit.
         """
-        held = {
+        held: dict[str, torch.Tensor | PackedExperts | None] = {
             "router_weight": router_weight,
             "router_bias": router_bias,
             "w13": w13,
@@ -201,6 +209,10 @@ class FusedMoE(torch.nn.Module):
             setattr(module, name, value)
         module.top_k = top_k
         for name, tensor in held.items():
+            if isinstance(tensor, PackedExperts):
+                delattr(module, name)
+                module.add_module(name, tensor)
+                continue
             if tensor is not None and not isinstance(tensor, torch.nn.Parameter):
                 check_tensor(name, tensor, FLOATS)
                 tensor = torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)
@@ -250,8 +262,11 @@ class FusedMoE(torch.nn.Module):
 
     def _check(self) -> None:
         """Raise TypeError or ValueError unless tensors and settings fit one another."""
-        w13, router_weight = self.w13, self.router_weight
-        x = w13.new_empty(0, router_weight.shape[-1] if router_weight.dim() else 0)
+        w13, w2, router_weight = self.w13, self.w2, self.router_weight
+        # Tokens such as forward will see, but none of them.
+        kind = w13 if isinstance(w13, torch.Tensor) else self.shared_w13
+        dtype = torch.float16 if kind is None else kind.dtype
+        x = torch.empty(0, router_weight.shape[-1] if router_weight.dim() else 0, dtype=dtype, device=w13.device)
         check_scoring(x, router_weight, self.router_bias, FLOATS, "w13")
         n_experts = router_weight.shape[0]
         grouping = self.n_groups, self.topk_groups, self.routed_scaling_factor
@@ -259,7 +274,7 @@ class FusedMoE(torch.nn.Module):
         routing = x.new_empty(0, self.top_k), x.new_empty(0, self.top_k, dtype=torch.int64)
         optional = None, self.w13_bias, self.w2_bias, self.shared_w13, self.shared_w2
         activation = self.layout, self.alpha, self.beta, self.limit, self.capacity_factor
-        check_fused_experts(x, w13, self.w2, *routing, *optional, *activation, dtypes=FLOATS)
+        check_experts(x, w13, w2, *routing, *optional, *activation, dtypes=FLOATS)
         if w13.shape[0] != n_experts:
             raise ValueError(f"w13 must have the {n_experts} experts of router_weight, got {w13.shape[0]}")
         for name in ("apply_router_weight_on_input", "return_router_logits"):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tk_kernel_core.registration import define_operator
-from tk_moe_dispatch import _expert_plans, _plans, _routing_plans, _sorted_plans
+from tk_moe_dispatch import _expert_plans, _packed_plans, _plans, _routing_plans, _sorted_plans
 from tk_moe_dispatch._checks import (
     check_combination,
     check_ffn,
@@ -20,6 +20,7 @@ from tk_moe_dispatch._checks import (
     check_permutation,
     check_router,
 )
+from tk_moe_dispatch._packed_checks import check_fused_packed_experts
 
 _LIBRARY = torch.library.Library("tk_moe_dispatch", "DEF")
 _SETTINGS = "int top_k, str gating, bool renormalize, int? n_groups, int? topk_groups, float routed_scaling_factor"
@@ -165,6 +166,22 @@ fused_experts = define_operator(
     "float? limit, float? capacity_factor) -> Tensor",
     _expert_plans.fused_experts,
     _fake_fused_experts,
+)
+
+
+def _fake_fused_packed_experts(x: Any, *rest: Any) -> torch.Tensor:
+    check_fused_packed_experts(x, *rest)
+    return _empty(x, x.dtype, *x.shape)
+
+
+fused_packed_experts = define_operator(
+    _LIBRARY,
+    "fused_packed_experts(Tensor x, Tensor w13_codes, Tensor w13_scales, Tensor? w13_zeros, Tensor w2_codes, "
+    "Tensor w2_scales, Tensor? w2_zeros, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, Tensor? w13_bias, "
+    "Tensor? w2_bias, Tensor? shared_w13, Tensor? shared_w2, int ffn_size, int w13_group_size, int w2_group_size, "
+    "str layout, float alpha, float beta, float? limit, float? capacity_factor) -> Tensor",
+    _packed_plans.fused_packed_experts,
+    _fake_fused_packed_experts,
 )
 
 

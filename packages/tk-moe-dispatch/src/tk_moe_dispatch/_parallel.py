@@ -9,9 +9,16 @@ import torch
 import torch.distributed as dist
 
 from tk_kernel_core.checks import check_same_device, check_tensor
-from tk_moe_dispatch._checks import EXPERT_DTYPES, check_count, check_fused_experts, check_router, check_rows
+from tk_moe_dispatch._checks import (
+    EXPERT_DTYPES,
+    check_count,
+    check_router,
+    check_rows,
+)
 from tk_moe_dispatch._expert_ops import fused_experts
 from tk_moe_dispatch._ops import moe_router, permute_tokens, unpermute_tokens
+from tk_moe_dispatch._packed import PackedExperts
+from tk_moe_dispatch._packed_checks import check_experts
 from tk_moe_dispatch._reference import GatedLayout, Gating
 
 
@@ -41,6 +48,7 @@ class ExpertParallelMoE(torch.nn.Module):
     Args:
         router_weight: [E, H] for all experts, floating point, the same on every rank.
         w13: [experts of this rank, 2 * F, H], float16 or bfloat16, as for `fused_experts`; the first size may be 0.
+            Or `PackedExperts`, at least one on each rank.
         w2: [experts of this rank, H, F], likewise.
         top_k: Experts per token.
         gating: As for `moe_router`.
@@ -62,7 +70,7 @@ class ExpertParallelMoE(torch.nn.Module):
 
     Attributes:
         router_weight: Parameter that shares its memory with the argument, as do `router_bias`, `correction_bias`,
-            `w13`, `w2`, `w13_bias` and `w2_bias`; none has a gradient.
+            `w13`, `w2`, `w13_bias` and `w2_bias`; none has a gradient. `PackedExperts` stay modules.
         expert_map: Buffer int32 [E], the row of `w13` for each expert, -1 for those of other ranks.
         rank_of_expert: Buffer int64 [E], who holds each expert.
 
@@ -75,14 +83,14 @@ class ExpertParallelMoE(torch.nn.Module):
     expert_map: torch.Tensor
     rank_of_expert: torch.Tensor
     router_weight: torch.nn.Parameter
-    w13: torch.nn.Parameter
-    w2: torch.nn.Parameter
+    w13: torch.nn.Parameter | PackedExperts
+    w2: torch.nn.Parameter | PackedExperts
 
     def __init__(
         self,
         router_weight: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        w13: torch.Tensor | PackedExperts,
+        w2: torch.Tensor | PackedExperts,
         top_k: int,
         gating: Gating = "softmax",
         router_bias: torch.Tensor | None = None,
@@ -124,6 +132,9 @@ class ExpertParallelMoE(torch.nn.Module):
         }
         n_experts_of_ranks = self._agree(tensors)
         for name, tensor in tensors.items():
+            if isinstance(tensor, PackedExperts):
+                self.add_module(name, tensor)
+                continue
             parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
             self.register_parameter(name, parameter)
         counts = torch.tensor(n_experts_of_ranks)
@@ -149,7 +160,7 @@ class ExpertParallelMoE(torch.nn.Module):
             NotImplementedError: A gradient is wanted.
         """
         width = self.router_weight.shape[1]
-        check_rows("x", x, width, (self.w13.dtype,))
+        check_rows("x", x, width, EXPERT_DTYPES if isinstance(self.w13, PackedExperts) else (self.w13.dtype,))
         check_same_device("x", x, self.w13.device, "w13")
         rows = x.reshape(math.prod(x.shape[:-1]), width)
         n_tokens = rows.shape[0]
@@ -201,7 +212,8 @@ class ExpertParallelMoE(torch.nn.Module):
         ranks: list[Any] = [None] * self.world_size
         # Where the weights are on a GPU, NCCL takes the current device for what it gathers.
         weight = tensors["w13"]
-        with torch.cuda.device_of(weight if isinstance(weight, torch.Tensor) else torch.empty(0)):
+        on_device = weight.codes if isinstance(weight, PackedExperts) else weight
+        with torch.cuda.device_of(on_device if isinstance(on_device, torch.Tensor) else torch.empty(0)):
             dist.all_gather_object(ranks, mine, self.group)
         for rank, facts in enumerate(ranks):
             if isinstance(facts, Exception):
@@ -227,7 +239,9 @@ class ExpertParallelMoE(torch.nn.Module):
         w2_bias: Any,
     ) -> dict[str, Any]:
         """Raise TypeError or ValueError for what this rank cannot work with, else return what ranks have to share."""
-        check_tensor("w13", w13, EXPERT_DTYPES)
+        is_packed = isinstance(w13, PackedExperts)
+        if not is_packed:
+            check_tensor("w13", w13, EXPERT_DTYPES)
         devices = [part.partition(":")[0] for part in dist.get_backend_config(self.group).split(",")]
         if w13.device.type not in devices:
             raise ValueError(f"w13 must be on {' or '.join(devices)}, where group exchanges tensors, got {w13.device}")
@@ -235,16 +249,17 @@ class ExpertParallelMoE(torch.nn.Module):
             check_count("max_tokens", self.max_tokens, 1)
         check_tensor("router_weight", router_weight)
         # Tokens such as forward will see, but none of them.
-        x = torch.empty(0, router_weight.shape[-1] if router_weight.dim() else 0, dtype=w13.dtype, device=w13.device)
+        dtype = torch.float16 if is_packed else w13.dtype
+        x = torch.empty(0, router_weight.shape[-1] if router_weight.dim() else 0, dtype=dtype, device=w13.device)
         settings = self.top_k, *self.routing.values()
         check_router(x, router_weight, router_bias, correction_bias, *settings)
         weights = torch.empty(0, self.top_k, device=w13.device)
-        tensors = x, w13, w2, weights, weights.int(), None, w13_bias, w2_bias, None, None
-        check_fused_experts(*tensors, **self.activation, capacity_factor=None)
+        routed = weights, weights.int(), None, w13_bias, w2_bias, None, None
+        check_experts(x, w13, w2, *routed, *self.activation.values(), None)
         return {
             "experts": w13.shape[0],
             "the shape of router_weight": tuple(router_weight.shape),
-            "the dtype of w13": str(w13.dtype),
+            "the dtype of w13": f"packed in {w13.bits} bits" if is_packed else str(w13.dtype),
             "top_k": self.top_k,
             "max_tokens": self.max_tokens,
             **self.routing,

@@ -268,7 +268,7 @@ def fused_experts_torch(
     limit: float | None = None,
     capacity_factor: float | None = None,
 ) -> torch.Tensor:
-    """Apply the experts that tokens are routed to; arguments and result are those of `fused_experts`."""
+    """Apply the experts that tokens are routed to, as `fused_experts` does those that are not packed."""
     operands = x, w13, w2, topk_weights, topk_ids, expert_map, w13_bias, w2_bias, shared_w13, shared_w2
     check_fused_experts(*operands, layout, alpha, beta, limit, capacity_factor, dtypes=FLOATS)
     dtype, top_k = _compute_dtype(x), topk_ids.shape[-1]

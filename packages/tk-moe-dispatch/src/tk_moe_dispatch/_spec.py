@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import Case, CaseValue, Cost, Inputs, KernelSpec, Stages, Tolerance
 from tk_moe_dispatch._expert_ops import fused_experts
 from tk_moe_dispatch._ops import moe_router
+from tk_moe_dispatch._packed import PackedExperts, packed_shapes
 from tk_moe_dispatch._reference import fused_experts_torch, moe_router_torch
 
 _MIXTRAL: dict[str, CaseValue] = {
@@ -28,6 +30,9 @@ _MIXTRAL: dict[str, CaseValue] = {
     "topk_groups": None,
     "scaling": 1.0,
     "shared_ffn": 0,
+    "bits": 16,
+    "group_size": -1,
+    "has_zeros": False,
 }
 _QWEN2 = {**_MIXTRAL, "n_experts": 64, "top_k": 8, "hidden": 3584, "ffn": 2560, "renormalize": False}
 _DEEPSEEK = {
@@ -71,9 +76,27 @@ def _headline(model: str, tokens: int) -> Case:
     return Case(f"{model}-{tokens}", {**_MODELS[model], "tokens": tokens}, source, frozenset({kind, "headline"}))
 
 
+def _packed(model: str, tokens: int, bits: int, group_size: int) -> Case:
+    params = {**_MODELS[model], "tokens": tokens, "bits": bits, "group_size": group_size}
+    groups = "rows" if group_size == -1 else f"groups of {group_size}"
+    source = f"{_SOURCES[model]}, {tokens} tokens, weights of {bits} bits in symmetric {groups}"
+    kind = {"decode"} if tokens <= 128 else set[str]()
+    return Case(f"{model}-int{bits}-{tokens}", params, source, frozenset(kind))
+
+
+_ASYMMETRIC: dict[str, CaseValue] = {"bits": 4, "group_size": 32, "has_zeros": True}
 _ODD = {"tokens": 5, "n_experts": 9, "top_k": 3, "hidden": 72, "ffn": 40, "n_groups": 3, "topk_groups": 2}
 _CASES = (
     *(_headline(model, tokens) for model, tokens in _BARS),
+    _packed("mixtral-8x7b", 1, 4, 128),
+    _packed("mixtral-8x7b", 512, 4, 128),
+    _packed("deepseek-v3", 128, 8, -1),
+    Case(
+        "odd-sizes-int4",
+        {**_QWEN2, **_ODD, "n_groups": None, "topk_groups": None, "tokens": 2, **_ASYMMETRIC},
+        "as Qwen2-57B, with asymmetric groups of 32",
+        frozenset({"smoke"}),
+    ),
     Case(
         "odd-sizes",
         {**_DEEPSEEK, **_ODD, "shared_ffn": 24, "dtype": "float16"},
@@ -102,12 +125,20 @@ def make_inputs(case: Case, device: str, seed: int) -> Inputs:
         "x": x,
         "router_weight": router_weight.mul_(2.0 ** -(hidden.bit_length() // 2)),
         "correction_bias": None,
-        "w13": random(n_experts, 2 * ffn, hidden, scale=hidden**-0.5),
-        "w2": random(n_experts, hidden, ffn, scale=ffn**-0.5),
+        "w13": None,
+        "w2": None,
         "shared_w13": random(2 * shared_ffn, hidden, scale=hidden**-0.5) if shared_ffn else None,
         "shared_w2": random(hidden, shared_ffn, scale=shared_ffn**-0.5) if shared_ffn else None,
         "bytes_moved": cost(case).bytes_moved,
     }
+    if params["bits"] == 16:
+        inputs["w13"] = random(n_experts, 2 * ffn, hidden, scale=hidden**-0.5)
+        inputs["w2"] = random(n_experts, hidden, ffn, scale=ffn**-0.5)
+        inputs["experts"] = None
+    else:
+        w13, w2 = (_random_experts(params, is_gated, generator, device) for is_gated in (True, False))
+        inputs["experts"] = w13, w2
+        inputs["w13"], inputs["w2"] = ((part.codes, part.scales, part.zeros) for part in (w13, w2))
     names = "top_k", "gating", "renormalize", "n_groups", "topk_groups"
     inputs["routing"] = {**{name: params[name] for name in names}, "routed_scaling_factor": params["scaling"]}
     if params["n_groups"] is not None:
@@ -116,21 +147,48 @@ def make_inputs(case: Case, device: str, seed: int) -> Inputs:
     return inputs
 
 
+def _random_experts(params: dict[str, Any], gated: bool, generator: Any, device: str) -> PackedExperts:
+    """Return w13 or w2, packed. Scales are powers of two: no rounding of the weight to 16 bits changes it."""
+    n_experts, hidden, ffn, bits = params["n_experts"], params["hidden"], params["ffn"], params["bits"]
+    n, k = (2 * ffn, hidden) if gated else (hidden, ffn)
+    shape, groups = packed_shapes(n_experts, n, k, bits, params["group_size"], gated=gated)
+
+    def integers(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=device, dtype=dtype)
+
+    # What is padded counts for nothing, whatever it is.
+    codes = integers(-(2**31), 2**31, shape, torch.int32)
+    scales = 2.0 ** -(integers(0, 3, groups, torch.int32) + bits + math.ceil(math.log2(k) / 2))
+    zeros = None
+    if params["has_zeros"]:
+        zeros = integers(-128, 128, groups, torch.int8) if bits == 8 else integers(0, 17, groups, torch.uint8)
+    scales = scales.to(torch.float32 if bits == 8 else getattr(torch, params["dtype"]))
+    return PackedExperts(codes, scales, zeros, params["group_size"], n, k, "concat" if gated else None)
+
+
 def run(inputs: Inputs) -> Any:
     """Route tokens, and apply the experts."""
-    return _layer(moe_router, fused_experts, inputs)
+    return _layer(moe_router, fused_experts, inputs, inputs["experts"] or (inputs["w13"], inputs["w2"]))
 
 
 def reference(inputs: Inputs) -> Any:
     """Return the same by PyTorch operations in float32."""
-    return _layer(moe_router_torch, fused_experts_torch, inputs)
+    return _layer(moe_router_torch, fused_experts_torch, inputs, _dense(inputs))
 
 
-def _layer(route: Any, apply: Any, inputs: Inputs) -> Any:
+def _dense(inputs: Inputs, n_experts: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w13 and w2 of the first experts, or of all, in the dtype of the tokens."""
+    if inputs["experts"] is None:
+        return inputs["w13"][:n_experts], inputs["w2"][:n_experts]
+    w13, w2 = (part.of(slice(n_experts)).dequantize(inputs["x"].dtype) for part in inputs["experts"])
+    return w13, w2
+
+
+def _layer(route: Any, apply: Any, inputs: Inputs, experts: Any) -> Any:
     x, bias = inputs["x"], inputs["correction_bias"]
     indices, weights, _ = route(x, inputs["router_weight"], correction_bias=bias, **inputs["routing"])
     shared = {name: inputs[name] for name in ("shared_w13", "shared_w2")}
-    return apply(x, inputs["w13"], inputs["w2"], weights, indices, **shared)
+    return apply(x, *experts, weights, indices, **shared)
 
 
 def cost(case: Case) -> Cost:
@@ -138,8 +196,9 @@ def cost(case: Case) -> Cost:
     params: dict[str, Any] = dict(case.params)
     tokens, n_experts, top_k, hidden = (params[name] for name in ("tokens", "n_experts", "top_k", "hidden"))
     size = getattr(torch, params["dtype"]).itemsize
-    experts = round(_used_experts(params) * 3 * params["ffn"] * hidden) + 3 * params["shared_ffn"] * hidden
-    read = size * (tokens * hidden + n_experts * hidden + experts) + 4 * n_experts * (params["n_groups"] is not None)
+    experts = round(_used_experts(params) * sum(_expert_bytes(params)))
+    read = size * hidden * (tokens + n_experts + 3 * params["shared_ffn"]) + experts
+    read += 4 * n_experts * (params["n_groups"] is not None)
     products = n_experts + 3 * (top_k * params["ffn"] + params["shared_ffn"])
     return Cost(
         2 * tokens * hidden * products, bytes_read=read, bytes_written=size * tokens * hidden, peak=params["dtype"]
@@ -152,13 +211,25 @@ def _used_experts(params: dict[str, Any]) -> float:
     return float(params["n_experts"] * (1 - unused))
 
 
+def _expert_bytes(params: dict[str, Any]) -> tuple[float, float]:
+    """Return the bytes of an expert's w13 and of its w2, with scales and zero points."""
+    if params["bits"] == 16:
+        n_bytes = getattr(torch, params["dtype"]).itemsize * params["ffn"] * params["hidden"]
+        return 2 * n_bytes, n_bytes
+    w13, w2 = (_random_experts(params, is_gated, None, "meta") for is_gated in (True, False))
+    parts = [[part.codes, part.scales, part.zeros] for part in (w13, w2)]
+    up, down = (sum(tensor.nbytes for tensor in tensors if tensor is not None) for tensors in parts)
+    return up / params["n_experts"], down / params["n_experts"]
+
+
 def stage_cost(case: Case) -> dict[str, Cost]:
     """Count the stages of the path through sorted slots; others do the work of several in one kernel."""
     params: dict[str, Any] = dict(case.params)
     tokens, n_experts, top_k, hidden = (params[name] for name in ("tokens", "n_experts", "top_k", "hidden"))
     ffn, shared_ffn, dtype = params["ffn"], params["shared_ffn"], params["dtype"]
     size, slots = getattr(torch, dtype).itemsize, tokens * top_k
-    experts = round(_used_experts(params) * ffn * hidden) + shared_ffn * hidden
+    up, down = (round(_used_experts(params) * n_bytes) for n_bytes in _expert_bytes(params))
+    shared = size * shared_ffn * hidden
     # Rows per token that the experts return, that of the shared expert included.
     rows = top_k + bool(shared_ffn)
     x, h = tokens * hidden, tokens * (top_k * ffn + shared_ffn)
@@ -168,8 +239,8 @@ def stage_cost(case: Case) -> dict[str, Cost]:
         "router": Cost(2 * x * n_experts, router, 12 * slots, dtype),
         "schedule": Cost(0, 8 * slots, 8 * slots + 4 * (n_experts + 1)),
         "permute": Cost(0, size * x + 4 * slots, size * slots * hidden),
-        "GEMM 1": Cost(4 * h * hidden, size * (x + 2 * experts) + 4 * slots, size * h, dtype),
-        "GEMM 2": Cost(2 * h * hidden, size * (h + experts) + 4 * slots, size * rows * x, dtype),
+        "GEMM 1": Cost(4 * h * hidden, size * x + up + 2 * shared + 4 * slots, size * h, dtype),
+        "GEMM 2": Cost(2 * h * hidden, size * h + down + shared + 4 * slots, size * rows * x, dtype),
         "combine": Cost((rows - 1) * x, size * rows * x + 4 * slots, size * x),
     }
 
@@ -211,7 +282,7 @@ def shrink(case: Case) -> Case:
 
 def _copy(inputs: Inputs) -> Any:
     """Copy as many bytes as the layer moves: half of them are read, half are written."""
-    weights = inputs["w13"].view(-1)
+    weights = (inputs["w13"] if inputs["experts"] is None else inputs["w13"][0]).view(-1)
     return baselines.copy(weights[: inputs["bytes_moved"] // 2 // weights.element_size()])
 
 
@@ -220,7 +291,8 @@ def _by_cublas(inputs: Inputs) -> Any:
     if "pairs" not in inputs:
         # Once for each set of inputs, before anything is timed.
         inputs["pairs"] = inputs["x"].repeat(inputs["routing"]["top_k"], 1)
-        inputs["dense"] = torch.cat([inputs["w13"][0], inputs["w2"][0].t()])
+        w13, w2 = _dense(inputs, 1)
+        inputs["dense"] = torch.cat([w13[0], w2[0].t()])
     return torch.nn.functional.linear(inputs["pairs"], inputs["dense"])
 
 
