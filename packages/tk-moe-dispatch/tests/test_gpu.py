@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tk_moe_dispatch import (
+    PackedExperts,
     compute_permutation_indices,
     fused_experts,
+    fused_experts_torch,
     fused_moe_forward,
     grouped_gemm,
     permute_tokens,
     unpermute_tokens,
 )
+from tk_moe_dispatch._packed import packed_shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -119,6 +124,102 @@ def test_more_tokens_than_a_grid_has_rows() -> None:
     torch.testing.assert_close(got[-6000:], tail, atol=1e-2, rtol=1e-2)
 
 
+FORMATS = [(8, -1, False), (8, -1, True), (4, 128, False), (4, 128, True), (4, 32, True), (4, -1, True)]
+
+
+def packed_layer(
+    n_tokens: int, form: tuple[int, int, bool], dtype: torch.dtype, sizes: tuple[int, int] = (512, 320)
+) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """Return the arguments of `fused_experts`, with 24 experts and 3 choices, and what is to come out.
+
+    The last expert has no tokens and scales of NaN, one of three choices of the first token is nobody's.
+    """
+    (bits, group_size, has_zeros), (width, ffn), n_experts = form, sizes, 24
+    generator = torch.Generator("cuda").manual_seed(n_tokens)
+
+    def integers(low: int, high: int, *shape: int, kind: torch.dtype) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, device="cuda").to(kind)
+
+    def packed(n: int, k: int, layout: Any) -> PackedExperts:
+        if bits == 8:
+            codes = integers(-128, 128, n_experts, n, k, kind=torch.int8)
+            zeros = integers(-128, 128, n_experts, n, kind=torch.int8) if has_zeros else None
+            scales = (random(n_experts, n, dtype=torch.float32, seed=n).abs() + 0.5) / (128 * k**0.5)
+            return PackedExperts.from_int8(codes, scales, zeros, layout=layout)
+        codes = integers(0, 16, n_experts, n, k, kind=torch.uint8)
+        groups = 1 if group_size == -1 else -(-k // group_size)
+        zeros = integers(0, 17, n_experts, n, groups, kind=torch.uint8) if has_zeros else None
+        scales = (random(n_experts, n, groups, dtype=torch.float32, seed=n).abs() + 0.5) / (8 * k**0.5)
+        return PackedExperts.from_int4(codes, scales.to(dtype), zeros, group_size, layout=layout)
+
+    w13, w2 = packed(2 * ffn, width, "concat"), packed(width, ffn, None)
+    ids = torch.rand(n_tokens, n_experts - 1, generator=generator, device="cuda").topk(3).indices
+    ids[0, 1] = -1
+    x, weights = random(n_tokens, width, dtype=dtype), torch.rand(n_tokens, 3, generator=generator, device="cuda")
+    biases = {"w13_bias": random(n_experts, 2 * ffn, dtype=dtype), "w2_bias": random(n_experts, width, dtype=dtype)}
+    doubles = (x.double(), w13.dequantize(torch.float64), w2.dequantize(torch.float64), weights.double())
+    options = {name: bias.double() for name, bias in biases.items()}
+    want = fused_experts_torch(*doubles, ids, **options)
+    w13.scales[-1], w2.scales[-1] = float("nan"), float("nan")
+    return (x, w13, w2, weights, ids), biases, want
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("n_tokens", "sizes"), [(1, (512, 640)), (3, (136, 72)), (40, (512, 320)), (700, (1000, 264)), (1500, (512, 320))]
+)
+def test_packed_experts_are_right(
+    n_tokens: int, sizes: tuple[int, int], form: tuple[int, int, bool], dtype: torch.dtype
+) -> None:
+    arguments, biases, want = packed_layer(n_tokens, form, dtype, sizes)
+    got = fused_experts(*arguments, **biases)
+    # Up to six roundings, of half a unit each, of terms that are as large as results on average.
+    size = want.square().mean().sqrt()
+    excess = (got.double() - want).abs() - 3 * torch.finfo(dtype).eps * (want.abs() + size)
+    assert float(excess.max()) <= 0.0
+    for _ in range(20):
+        assert torch.equal(fused_experts(*arguments, **biases), got)
+
+
+@pytest.mark.parametrize("form", FORMATS[:4], ids=str)
+@pytest.mark.parametrize("n_tokens", [1, 3, 40, 700])
+def test_a_captured_call_with_packed_experts_follows_new_routing(n_tokens: int, form: tuple[int, int, bool]) -> None:
+    (x, w13, w2, weights, ids), biases, _ = packed_layer(n_tokens, form, torch.bfloat16)
+    fused_experts(x, w13, w2, weights, ids, **biases)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fused_experts(x, w13, w2, weights, ids, **biases)
+    # Other experts, all tokens to the same, and nobody.
+    for new in (ids.flip(0).roll(1, 1), torch.full_like(ids, 5), torch.full_like(ids, -1)):
+        ids.copy_(new)
+        graph.replay()
+        assert torch.equal(captured, fused_experts(x, w13, w2, weights, ids, **biases))
+    assert not captured.any()
+
+
+@pytest.mark.large_memory(16)
+@pytest.mark.parametrize("n_tokens", [1, 40])
+def test_packed_weights_beyond_two_to_the_31_words(n_tokens: int) -> None:
+    n_experts, width = 260, 4096
+
+    def packed(n: int, layout: Any) -> PackedExperts:
+        codes, groups = packed_shapes(n_experts, n, width, 8, -1, gated=layout is not None)
+        words = torch.zeros(codes, dtype=torch.int32, device="cuda")
+        words[-1] = torch.randint(-(2**31), 2**31, codes[1:], device="cuda", dtype=torch.int32)
+        scales = torch.full(groups, 2.0**-13, device="cuda")
+        return PackedExperts(words, scales, None, -1, n, width, layout)
+
+    w13, w2 = packed(2 * width, "concat"), packed(width, None)
+    assert w13.codes.numel() > 2**31
+    x, ids = random(n_tokens, width), torch.full((n_tokens, 1), n_experts - 1, device="cuda")
+    weights = torch.ones(n_tokens, 1, device="cuda")
+    got = fused_experts(x, w13, w2, weights, ids)
+    last = (weight.of(slice(n_experts - 1, None)) for weight in (w13, w2))
+    torch.testing.assert_close(got, fused_experts(x, *last, weights, ids * 0), atol=2e-2, rtol=2e-2)
+    assert bool(got.any())
+
+
 def test_results_follow_the_current_stream() -> None:
     stream = torch.cuda.Stream()
     hidden, weights = random(64, 256), torch.ones(64, 2, device="cuda")
@@ -139,10 +240,13 @@ def test_nothing_waits_for_the_gpu() -> None:
     gate, up, down = random(16, 128, 256, seed=2), random(16, 128, 256, seed=3), random(16, 256, 128, seed=4)
     shared = {"shared_w13": random(128, 256, seed=5), "shared_w2": random(256, 64, seed=6)}
     w13, expert_map = torch.cat([gate, up], 1), torch.arange(16, device="cuda")
+    packed = PackedExperts.quantize_int4(w13, layout="concat"), PackedExperts.quantize_int8(down)
 
     def all_ways() -> None:
         _, indices, weights = fused_moe_forward(hidden, router, gate, up, down, 16, 4)
-        fused_experts(hidden, w13, down, weights, indices, expert_map=expert_map, capacity_factor=1.0, **shared)
+        options = {"expert_map": expert_map, "capacity_factor": 1.0, **shared}
+        fused_experts(hidden, w13, down, weights, indices, **options)
+        fused_experts(hidden, *packed, weights, indices, **options)
 
     all_ways()
     before = torch.cuda.get_sync_debug_mode()

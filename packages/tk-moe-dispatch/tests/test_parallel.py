@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tk_moe_dispatch import ExpertParallelMoE, fused_experts_torch, moe_router_torch
+from tk_moe_dispatch import ExpertParallelMoE, PackedExperts, fused_experts_torch, moe_router_torch
 
 # Of no kernel: run beside what compiles, in a process that the interpreter does not slow down.
 pytestmark = pytest.mark.compiler
@@ -96,6 +96,20 @@ def exact(device: str, rank: int, groups: dict[tuple[int, ...], Any]) -> dict[An
     }
 
 
+def packed(device: str, rank: int, groups: dict[tuple[int, ...], Any]) -> dict[Any, Tensor]:
+    """Results by ranks for weights of 4 and 8 bits."""
+    layer, results = Layer(device), {}
+    for ranks, group in groups.items():
+        if rank in ranks and 0 not in SPREADS[ranks]:
+            first = sum(SPREADS[ranks][: ranks.index(rank)])
+            mine = slice(first, first + SPREADS[ranks][ranks.index(rank)])
+            w13 = PackedExperts.quantize_int4(layer.w13[mine], -1, layout="concat")
+            w2 = PackedExperts.quantize_int8(layer.w2[mine])
+            moe = ExpertParallelMoE(layer.router, w13, w2, TOP_K, group=group, renormalize=True)
+            results[ranks] = moe(layer.tokens[rank])
+    return results
+
+
 def faults(device: str, rank: int, groups: dict[tuple[int, ...], Any]) -> dict[str, str]:
     """What is raised, by fault."""
     layer, pair = Layer(device), groups[0, 1]
@@ -111,6 +125,7 @@ def faults(device: str, rank: int, groups: dict[tuple[int, ...], Any]) -> dict[s
         ),
         "settings": lambda: ExpertParallelMoE(router, w13, w2, 2 + rank, group=pair),
         "one rank": lambda: ExpertParallelMoE(router, w13.float() if is_second else w13, w2, 2, group=pair),
+        "packed": lambda: ExpertParallelMoE(router, PackedExperts.quantize_int8(w13), w2, 2, group=pair),
         "shape": lambda: ExpertParallelMoE(router, w13, w2[:, :5], 2, group=pair),
         "device": lambda: ExpertParallelMoE(router.to("meta"), w13.to("meta"), w2.to("meta"), 2, group=pair),
         "bound": lambda: ExpertParallelMoE(router, w13, w2, 2, group=pair, max_tokens=0),
@@ -160,7 +175,7 @@ def work(rank: int, world_size: int, device: str, folder: Path) -> None:
     )
     groups = {ranks: dist.new_group(list(ranks)) for ranks in SPREADS if len(ranks) <= world_size}
     results: dict[str, Any] = {}
-    for case in (spread, captured) if device == "cuda" else (spread, one_choice, exact, faults):
+    for case in (spread, packed, captured) if device == "cuda" else (spread, packed, one_choice, exact, faults):
         try:
             results[case.__name__] = case(device, rank, groups)
         except Exception:  # noqa: BLE001  # whatever it is, the test shows it
@@ -216,6 +231,22 @@ def test_any_number_of_ranks_makes_up_the_whole(ranks: tuple[int, ...], results:
     assert torch.equal(gathered(results, "spread", ranks, max(N_TOKENS)), got)
 
 
+def check_packed(results: Results, ranks: tuple[int, ...]) -> None:
+    layer = Layer()
+    x = torch.cat([layer.tokens[rank] for rank in ranks]).double()
+    ids, weights, _ = moe_router_torch(x, layer.router.double(), TOP_K, renormalize=True)
+    w13, w2 = PackedExperts.quantize_int4(layer.w13, -1, layout="concat"), PackedExperts.quantize_int8(layer.w2)
+    want = fused_experts_torch(x, w13.dequantize(torch.float64), w2.dequantize(torch.float64), weights, ids)
+    got = gathered(results, "packed", ranks)
+    # Roundings of parts and of their sum, whose terms are of size 8 at most.
+    assert float((got.double() - want).abs().max()) <= 2 * torch.finfo(torch.half).eps * 8
+
+
+@pytest.mark.parametrize("ranks", [ranks for ranks in SPREADS if 0 not in SPREADS[ranks]])
+def test_packed_experts_are_spread_like_others(ranks: tuple[int, ...], results: Results) -> None:
+    check_packed(results, ranks)
+
+
 @pytest.mark.parametrize("ranks", SPREADS)
 def test_tokens_with_experts_on_one_rank_have_the_bits_of_one_rank(ranks: tuple[int, ...], results: Results) -> None:
     layer = Layer()
@@ -241,6 +272,7 @@ FAULTS = {
     "width": "ValueError: the shape of router_weight must be the same on all ranks, got (7, 8), (7, 16)",
     "settings": "ValueError: top_k must be the same on all ranks, got 2, 3",
     "one rank": "TypeError: w13 must have dtype float16, bfloat16, got float32, on rank 1",
+    "packed": "TypeError: w2 must be PackedExperts, like the other weight, got Tensor, on rank 0",
     "shape": "ValueError: w2 must have shape (4, 16, 8), got (4, 5, 8), on rank 0",
     "device": "ValueError: w13 must be on cpu or cuda, where group exchanges tensors, got meta, on rank 0",
     "bound": "ValueError: max_tokens must be at least 1, got 0, on rank 0",
@@ -271,6 +303,7 @@ def test_experts_on_two_gpus(tmp_path: Path) -> None:
     results = run(2, "cuda", tmp_path)
     for max_tokens in (None, max(N_TOKENS)):
         check_close(gathered(results, "spread", (0, 1), max_tokens), (0, 1))
+    check_packed(results, (0, 1))
     for rank in results:
         assert isinstance(rank["captured"], list), rank["captured"]
         for replayed, called in rank["captured"]:
