@@ -16,6 +16,7 @@ from tk_kernel_core.launch import KernelLaunch, launch_target, planning
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.resources import inspect
 from tk_kernel_core.targets import COMPILE_TARGETS, Target
+from tk_moe_dispatch._expert_plans import join
 from tk_moe_dispatch._gemm_launch import (
     GemmConfig,
     SortedExperts,
@@ -71,7 +72,7 @@ def schedule(counts: Sequence[int], block_m: int, device: str) -> Tensor:
 
 
 def tiled(n: int, gated: bool, descriptors: bool, device: str, **tile: object) -> GemmConfig:
-    config = gemm_config(16, 64, 4, n, gated, descriptors, launch_target(torch.device(device)))
+    config = gemm_config(16, 64, 4, n, gated, descriptors, False, launch_target(torch.device(device)))
     return replace(config, block_n=32, block_k=64, n_programs=3, group_m=2, **tile)
 
 
@@ -123,16 +124,19 @@ def test_an_odd_number_of_columns_is_read_by_pointers(device: str) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize(
-    ("descriptors", "swapped", "layout", "activation", "has_bias", "dtype"),
+    ("descriptors", "joined", "swapped", "layout", "activation", "has_bias", "dtype"),
     [
-        (False, False, "interleaved", GPT_OSS, True, torch.bfloat16),
-        (True, False, "concat", PLAIN, False, torch.float16),
-        (True, True, "interleaved", GPT_OSS, True, torch.float16),
-        (True, True, "separate", PLAIN, False, torch.bfloat16),
+        (False, False, False, "interleaved", GPT_OSS, True, torch.bfloat16),
+        (True, False, False, "concat", PLAIN, False, torch.float16),
+        (True, False, True, "interleaved", GPT_OSS, True, torch.float16),
+        (True, False, True, "separate", PLAIN, False, torch.bfloat16),
+        (True, True, False, "concat", PLAIN, True, torch.bfloat16),
+        (True, True, False, "interleaved", GPT_OSS, False, torch.float16),
     ],
 )
 def test_tokens_are_gathered_and_gate_and_up_joined_by_swiglu(
     descriptors: bool,
+    joined: bool,
     swapped: bool,
     layout: str,
     activation: Activation,
@@ -155,11 +159,13 @@ def test_tokens_are_gathered_and_gate_and_up_joined_by_swiglu(
         gate, up = gate.clone(), up.clone()
     vectors = (None, bias, up_bias) if has_bias else ()
     out = enclosed(torch.full((sum(counts), n), NAN, device=device, dtype=dtype))
-    config = tiled(n, True, descriptors, device, swapped=swapped)
+    config = tiled(n, True, descriptors, device, swapped=swapped, joined=joined)
+    # What is not read is not there.
+    weights = (join(gate, up), torch.full_like(up, NAN)) if joined else (gate, up)
     launch = gemm_launch(
-        config, x, gate, bias if has_bias else None, gated=True, gathers=True, top_k=top_k, activation=activation
+        config, x, weights[0], bias if has_bias else None, gated=True, gathers=True, top_k=top_k, activation=activation
     )
-    launch(out, x, schedule(counts, 16, device), slots, gate, up, *vectors)
+    launch(out, x, schedule(counts, 16, device), slots, *weights, *vectors)
     wanted = []
     for expert, rows in enumerate(x.double()[slots.long() // top_k].split(counts)):
         halves = [rows @ w[expert].double().T for w in (gate, up)]
@@ -310,12 +316,13 @@ def test_descriptors_need_rows_of_whole_16_bytes(view: object, want: bool) -> No
     n_experts=st.integers(1, 1100),
     sizes=st.tuples(st.integers(1, 2**15), st.integers(1, 2**15)),
     descriptors=st.booleans(),
+    joined=st.booleans(),
     target=st.sampled_from(list(COMPILE_TARGETS.values())),
 )
 def test_choices_are_what_the_hardware_takes(
-    n_tokens: int, top_k: int, n_experts: int, sizes: tuple[int, int], descriptors: bool, target: Target
+    n_tokens: int, top_k: int, n_experts: int, sizes: tuple[int, int], descriptors: bool, joined: bool, target: Target
 ) -> None:
-    config = experts_config(n_tokens, top_k, n_experts, *sizes, descriptors, target)
+    config = experts_config(n_tokens, top_k, n_experts, *sizes, descriptors, joined, target)
     if isinstance(config, StreamedExperts):
         for one in (config.up, config.down):
             assert one.block_k == 8 * one.num_warps * target.warp_size
@@ -325,6 +332,8 @@ def test_choices_are_what_the_hardware_takes(
     assert config.gathers or config.up.descriptors
     for gated, one, n in ((True, config.up, sizes[1]), (False, config.down, sizes[0])):
         width = one.block_n * (1 + gated)
+        # Rows of x are the first operand of a joined product.
+        assert not one.joined or (joined and gated and one.descriptors and not one.swapped)
         assert one.descriptors == (descriptors and target.name in ("sm_90", "sm_100"))
         # Sums take at most half of a thread's registers, which on AMD are 512.
         per_thread = 128 if target.backend == "cuda" else 256
@@ -341,7 +350,7 @@ def test_tiles_grow_with_the_rows_of_an_expert(model: str) -> None:
     n_experts, top_k, hidden, ffn = MODELS[model]
     sizes = []
     for n_tokens in (1, 2, 4, 8, 32, 128, 512, 2048, 4096):
-        config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, True, H200)
+        config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, True, True, H200)
         sizes.append(config.up.block_m if isinstance(config, SortedExperts) else 1)
     assert sizes == sorted(sizes)
     assert sizes[0] == 1
@@ -363,7 +372,7 @@ def compiled_launches(
     bias, up_bias = new(n_experts, 2 * ffn).chunk(2, 1) if has_bias else (None, None)
     down_bias = new(n_experts, hidden) if has_bias else None
     ids, routing = new(n_slots, kind=torch.int32), new(n_slots, kind=torch.float32)
-    config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, fit_descriptors(gate, up, down), H200)
+    config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, fit_descriptors(gate, up, down), True, H200)
     with planning(H200) as launches:
         if isinstance(config, StreamedExperts):
             x, out = new(n_tokens, hidden), new(n_tokens, hidden)
@@ -373,8 +382,9 @@ def compiled_launches(
             second(out, h, ids, routing, down, None, down_bias)
         else:
             x = new(n_tokens if config.gathers else n_slots, hidden)
-            first = gemm_launch(config.up, x, gate, bias, gated=True, gathers=config.gathers, top_k=top_k)
-            first(h, x, ids, ids, gate, up, None, bias, up_bias)
+            weight = join(gate, up) if config.up.joined else gate
+            first = gemm_launch(config.up, x, weight, bias, gated=True, gathers=config.gathers, top_k=top_k)
+            first(h, x, ids, ids, weight, up, None, bias, up_bias)
             second = gemm_launch(config.down, h, down, down_bias, scatters=True, top_k=top_k)
             second(new(n_slots, hidden), h, ids, ids, down, down, routing, down_bias)
     return launches
@@ -414,5 +424,5 @@ def test_streamed_weights_are_loaded_16_bytes_at_once() -> None:
         assert not {"ld.global.v2", "ld.global.narrow"} & made.keys()
 
 
-def test_one_tile_of_rows_serves_an_expert_on_average() -> None:
-    assert [rows_per_tile(8 * rows, 8, H200) for rows in (1, 16, 17, 40, 41, 64, 65)] == [16, 16, 32, 32, 64, 64, 128]
+def test_one_tile_of_rows_serves_an_expert_with_half_as_many_again_as_the_average() -> None:
+    assert [rows_per_tile(8 * rows, 8, H200) for rows in (1, 10, 11, 21, 22, 42, 43)] == [16, 16, 32, 32, 64, 64, 128]

@@ -91,7 +91,7 @@ def fused_experts_plan(
         capacity = expert_capacity(topk_ids.numel(), w13 if expert_map is None else expert_map, capacity_factor)
         gate_bias, up_bias = (None, None) if w13_bias is None else gate_and_up(w13_bias, layout, axis=-1)
         experts = (*gate_and_up(w13, layout), w2, topk_ids, expert_map)
-        apply = experts_plan(rows, *experts, gate_bias, up_bias, w2_bias, activation, capacity)
+        apply = experts_plan(rows, *experts, gate_bias, up_bias, w2_bias, activation, capacity, joined=True)
         apply_shared = None if shared_w13 is None else shared_plan(rows, shared_w13, shared_w2, layout, activation)
 
         def apply_all(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, expert_map: Any, *rest: Any) -> Any:
@@ -114,7 +114,9 @@ def shared_plan(rows: Any, w13: Any, w2: Any, layout: Any, activation: Activatio
     new_weights = allocator((n_tokens, 1), torch.float32, device)
     # One more expert, to which every token goes.
     gate, up = gate_and_up(w13.unsqueeze(0), layout)
-    apply = experts_plan(rows, gate, up, w2.unsqueeze(0), new_ids(), None, None, None, None, activation, None)
+    apply = experts_plan(
+        rows, gate, up, w2.unsqueeze(0), new_ids(), None, None, None, None, activation, None, joined=True
+    )
 
     def apply_shared(x: Any, w13: Any, w2: Any) -> Any:
         expert = (*gate_and_up(w13.unsqueeze(0), layout), w2.unsqueeze(0))
@@ -172,6 +174,8 @@ def experts_plan(
     down_bias: Any,
     activation: Activation,
     capacity: int | None,
+    *,
+    joined: bool = False,
 ) -> Plan:
     """Return the function that applies to every token its experts, and adds up what they return.
 
@@ -187,6 +191,7 @@ def experts_plan(
         down_bias: [experts, H], or None.
         activation: Of SwiGLU.
         capacity: As for `schedule_plan`.
+        joined: Whether gate and up are always parts of one tensor.
 
     Returns:
         A function of `x`, `gate`, `up`, `down`, routing weights, `topk_ids`, `expert_map`, the three biases, and what
@@ -194,10 +199,12 @@ def experts_plan(
     """
     top_k, n_slots, n_tokens, device = topk_ids.shape[-1], topk_ids.numel(), x.shape[0], x.device
     n_experts, ffn_size, width = gate.shape
+    # Else both are copied.
+    joined &= gate.stride(-1) == 1
     gate, up = in_rows(gate, up)
     (down,) = in_rows(down)
     descriptors = take_descriptors(gate, up, down)
-    config = experts_config(n_tokens, top_k, n_experts, width, ffn_size, descriptors, launch_target(device))
+    config = experts_config(n_tokens, top_k, n_experts, width, ffn_size, descriptors, joined, launch_target(device))
     new_h = allocator((n_slots, ffn_size), x.dtype, device)
     if isinstance(config, StreamedExperts):
         n_all = n_experts if expert_map is None else expert_map.shape[0]
@@ -222,14 +229,19 @@ def experts_plan(
         return stream
     schedule = schedule_plan(topk_ids, expert_map, n_experts, capacity, config.up.block_m)
     gather = None if config.gathers else gather_plan(x, n_slots, top_k)
-    to_h, to_slots = products(config, x, n_slots, top_k, gate, down, gate_bias, down_bias, activation, scatters=True)
+    to_h, to_slots = products(
+        config, x, n_slots, top_k, gate, up, down, gate_bias, down_bias, activation, scatters=True
+    )
     new_rows = allocator((n_slots, width), x.dtype, device)
     combine = combination(n_tokens, top_k, width, x.dtype, device, is_sorted=False)
 
     def sort(x: Any, gate: Any, up: Any, down: Any, weights: Any, ids: Any, expert_map: Any, *rest: Any) -> Any:
         gate_bias, up_bias, down_bias, shared = rest
         (gate, up), (down,) = in_rows(gate, up), in_rows(down)
-        if descriptors:
+        if config.up.joined:
+            gate, down = aligned(join(gate, up), down)
+            up = gate
+        elif descriptors:
             gate, up, down = aligned(gate, up, down)
         sorted_slots, _, positions, tiles = schedule(ids, expert_map)
         if gather is not None:
@@ -248,6 +260,7 @@ def products(
     n_slots: int,
     top_k: int,
     gate: torch.Tensor,
+    up: torch.Tensor,
     down: torch.Tensor,
     gate_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
@@ -262,7 +275,7 @@ def products(
     to_h = gemm_launch(
         config.up,
         rows,
-        gate,
+        join(gate, up) if config.up.joined else gate,
         gate_bias,
         gated=True,
         gathers=config.gathers,
@@ -277,6 +290,13 @@ def in_rows(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if len({weight.stride() for weight in weights}) > 1 or weights[0].stride(-1) != 1:
         return tuple(weight.contiguous() for weight in weights)
     return weights
+
+
+def join(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return gate and up [experts, N, K], parts of one tensor, as a view [experts, 2, N, K] of it."""
+    distance = up.storage_offset() - gate.storage_offset()
+    (n_experts, *shape), (stride, *strides) = gate.shape, gate.stride()
+    return gate.as_strided((n_experts, 2, *shape), (stride, distance, *strides))
 
 
 def take_descriptors(*tensors: torch.Tensor) -> bool:

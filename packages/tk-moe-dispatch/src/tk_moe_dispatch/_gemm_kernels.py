@@ -85,6 +85,7 @@ def _multiply(
     WHOLE_STEPS: tl.constexpr,
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
+    JOINED: tl.constexpr,
     SWAPPED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -104,7 +105,9 @@ def _multiply(
     if not DESCRIPTORS:
         features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), n - 1)
         offsets = expert.to(tl.int64) * stride_expert + features.to(tl.int64)[:, None] * stride_feature
-    if SWAPPED:
+    if JOINED:
+        total = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
+    elif SWAPPED:
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -114,12 +117,19 @@ def _multiply(
             x_tile = _load_step(x_ptrs, start, k, WHOLE_STEPS, BLOCK_K)
         else:
             x_tile = x.load([first_row, start])
-        w = _load_weight(weight, offsets, expert, first_feature, start, k, WHOLE_STEPS, BLOCK_K)
-        total = _accumulate(total, x_tile, w, SWAPPED)
-        if GATED:
+        if JOINED:
+            # One wide product reads x once, where two would read it twice.
+            both = weight.load([expert, 0, first_feature, start])
+            total = _accumulate(total, x_tile, tl.reshape(both, [2 * BLOCK_N, BLOCK_K]), SWAPPED)
+        else:
+            w = _load_weight(weight, offsets, expert, first_feature, start, k, WHOLE_STEPS, BLOCK_K)
+            total = _accumulate(total, x_tile, w, SWAPPED)
+        if GATED and not JOINED:
             w = _load_weight(up_weight, offsets, expert, first_feature, start, k, WHOLE_STEPS, BLOCK_K)
             up_total = _accumulate(up_total, x_tile, w, SWAPPED)
-    if SWAPPED:
+    if JOINED:
+        return tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1)))
+    elif SWAPPED:
         return total.T, up_total.T
     else:
         return total, up_total
@@ -161,6 +171,7 @@ def expert_gemm_kernel(
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     GATED: tl.constexpr,
+    JOINED: tl.constexpr,
     SWAPPED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -178,7 +189,8 @@ def expert_gemm_kernel(
     is given. SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time.
     n and k come in UNITs, which show the compiler how wide it may store. WHOLE_STEPS: k is a multiple of BLOCK_K.
     Weights are DESCRIPTORS of blocks [1, BLOCK_N, BLOCK_K], and x, unless gathered, of blocks [BLOCK_M, BLOCK_K]; or
-    all are pointers. out is contiguous.
+    all are pointers. JOINED: weight is one of both, [experts, 2, n, k], of blocks [1, 2, BLOCK_N, BLOCK_K]. out is
+    contiguous.
     """
     n, k = n_units * UNIT, k_units * UNIT
     n_feature_tiles = tl.cdiv(n, BLOCK_N)
@@ -207,6 +219,7 @@ def expert_gemm_kernel(
             WHOLE_STEPS,
             GATHER,
             GATED,
+            JOINED,
             SWAPPED,
             DESCRIPTORS,
             BLOCK_M,

@@ -31,6 +31,7 @@ class GemmConfig:
         num_warps: Warps per program.
         flatten: Whether the loads for a program's next tile begin while it finishes one.
         descriptors: Whether the weights, and x in sorted rows, are read through descriptors.
+        joined: Whether gate and up are read through one descriptor, and multiplied together.
         n_programs: Programs in the grid.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
     """
@@ -44,6 +45,7 @@ class GemmConfig:
     num_warps: int
     flatten: bool
     descriptors: bool
+    joined: bool
     n_programs: int
     dependent_launch: bool
 
@@ -100,6 +102,7 @@ def experts_config(
     hidden_size: int,
     ffn_size: int,
     descriptors: bool,
+    joined: bool,
     target: Target,
 ) -> SortedExperts | StreamedExperts:
     """Choose how tokens go through their experts.
@@ -111,6 +114,7 @@ def experts_config(
         hidden_size: Features of a token.
         ffn_size: Features inside an expert.
         descriptors: Whether all weights lie as descriptors can read them.
+        joined: Whether gate and up are parts of one tensor.
         target: The GPU.
     """
     n_slots = n_tokens * top_k
@@ -118,9 +122,9 @@ def experts_config(
     if n_tokens == 1 or 8 * n_slots <= n_experts:
         return StreamedExperts(stream_config(hidden_size, True, target), stream_config(ffn_size, False, target))
     block_m = rows_per_tile(n_slots, n_experts, target)
-    up = gemm_config(block_m, n_slots, n_experts, ffn_size, True, descriptors, target)
-    down = gemm_config(block_m, n_slots, n_experts, hidden_size, False, descriptors, target)
-    return SortedExperts(block_m == 16 or not up.descriptors, up, down)
+    up = gemm_config(block_m, n_slots, n_experts, ffn_size, True, descriptors, joined, target)
+    down = gemm_config(block_m, n_slots, n_experts, hidden_size, False, descriptors, False, target)
+    return SortedExperts(block_m <= 32 or not up.descriptors, up, down)
 
 
 def rows_per_tile(n_rows: int, n_experts: int, target: Target) -> int:
@@ -133,16 +137,14 @@ def rows_per_tile(n_rows: int, n_experts: int, target: Target) -> int:
         n_experts: Experts.
         target: The GPU.
     """
-    rows_per_expert = n_rows / n_experts
-    if rows_per_expert <= 16:
-        return 16
-    if rows_per_expert <= 40:
-        return 32
-    return 64 if rows_per_expert <= 64 or target.backend == "hip" else 128
+    # Experts have more rows than the average, and fewer: half as many again are enough for most.
+    wanted = 1.5 * n_rows / n_experts
+    largest = 64 if target.backend == "hip" else 128
+    return next((size for size in (16, 32, 64) if wanted <= size), largest)
 
 
 def gemm_config(
-    block_m: int, n_rows: int, n_experts: int, n: int, gated: bool, descriptors: bool, target: Target
+    block_m: int, n_rows: int, n_experts: int, n: int, gated: bool, descriptors: bool, joined: bool, target: Target
 ) -> GemmConfig:
     """Choose how sorted rows are multiplied.
 
@@ -153,10 +155,13 @@ def gemm_config(
         n: Features of the result.
         gated: Whether it comes of gate and up.
         descriptors: Whether the operands lie as descriptors can read them.
+        joined: Whether gate and up are parts of one tensor.
         target: The GPU.
     """
     # Elsewhere Triton makes loads of them, and slower ones than it makes of pointers.
     descriptors &= target.is_hopper_or_later
+    # Fewer rows are no reason to read them once.
+    joined &= descriptors and block_m == 128
     tile: _Tile
     if target.backend == "hip":
         # Without copies that bypass registers, further stages only take registers and LDS. Swapped, and with 8 results
@@ -168,11 +173,13 @@ def gemm_config(
         # Loads are narrow and their addresses many: a small tile keeps them in registers.
         tile = (32, 32, False, 2, 8 if block_m >= 64 else 4, 4)
     elif block_m == 16:
-        tile = (64, 128 if gated else 256, True, 5, 4, 1)
-    elif block_m <= 64:
-        tile = (64, 128, True, 5 if block_m == 32 else 4, 4, 1)
+        tile = (64 if gated else 128, 128, True, 5, 4, 1)
+    elif block_m == 32:
+        tile = (128, 128, True, 3 if gated else 5, 8, 1)
+    elif gated:
+        tile = (128, 64, block_m == 64, 5 if block_m == 64 else 3 if joined else 4, 8, 1)
     else:
-        tile = (128 if gated else 256, 64, False, 4, 8, 1)
+        tile = (256, 64, False, 4, 8, 1)
     block_n, block_k, swapped, stages, num_warps, programs_per_unit = tile
     if target.arch != 90:
         # Beyond Hopper, more of them spill a few bytes.
@@ -186,8 +193,9 @@ def gemm_config(
         8 if block_m >= 128 else 32,
         stages,
         num_warps,
-        False,
+        descriptors and (joined or not gated) and target.arch == 90,
         descriptors,
+        joined,
         min(n_tiles, programs_per_unit * target.compute_units),
         target.is_hopper_or_later,
     )
@@ -201,11 +209,10 @@ def stream_config(k: int, gated: bool, target: Target) -> StreamConfig:
         gated: Whether there are gate and up.
         target: The GPU.
     """
-    # A thread holds sums for 64 of its products, over gate and up together.
-    threads = 128 if k % 1024 == 0 or k > 4096 else 64
-    num_warps = target.warps(threads)
+    # A thread holds sums for 32 of its products, over gate and up together.
+    num_warps = target.warps(128)
     return StreamConfig(
-        4 if gated else 8,
+        2 if gated else 4,
         _ELEMENTS_PER_THREAD * num_warps * target.warp_size,
         num_warps,
         target.is_hopper_or_later,

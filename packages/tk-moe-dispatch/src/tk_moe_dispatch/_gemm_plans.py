@@ -62,7 +62,8 @@ def gemm_launch(
     Args:
         config: How to launch it.
         x: Tokens [T, K] with neighbouring elements in a row if it `gathers`; else sorted rows [n_rows, K], contiguous.
-        weight: [experts, N, K] with neighbouring elements along K; both have the same strides if `gated`.
+        weight: [experts, N, K] with neighbouring elements along K; both have the same strides if `gated`. Of a
+            `joined` config it is both, [experts, 2, N, K], and up_weight is not read.
         bias: [experts, N] of any strides, both the same, or None.
         gated: Whether SwiGLU follows.
         gathers: Whether rows of x are tokens: `slots // top_k`.
@@ -70,24 +71,25 @@ def gemm_launch(
         top_k: Slots of a token.
         activation: Of SwiGLU.
     """
-    _, n, k = weight.shape
+    n, k = weight.shape[-2:]
     unit = math.gcd(16, n, k)
     blocks: dict[str, tuple[int, ...]] = {}
     if config.descriptors:
         block = (1, config.block_n, config.block_k)
-        blocks = {"weight": block, "up_weight": block}
+        blocks = {"weight": (1, 2, *block[1:])} if config.joined else {"weight": block, "up_weight": block}
         if not gathers:
             blocks["x"] = (config.block_m, config.block_k)
     return PreparedLaunch(
         _GEMM,
         (config.n_programs, 1, 1),
-        (x.stride(0), *weight.stride()[:2], *_strides(bias), n // unit, k // unit, top_k, *activation),
+        (x.stride(0), weight.stride(0), weight.stride(-2), *_strides(bias), n // unit, k // unit, top_k, *activation),
         {
             "UNIT": unit,
             "WHOLE_STEPS": k % config.block_k == 0,
             "GATHER": gathers,
             "SCATTER": scatters,
             "GATED": gated,
+            "JOINED": config.joined,
             "SWAPPED": config.swapped,
             "DESCRIPTORS": config.descriptors,
             "BLOCK_M": config.block_m,

@@ -12,7 +12,7 @@ rows and tiles of these are those of `_gemm_kernels`, ids and map those of `_ker
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP, end_chain, finish, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, store, wait_for_predecessor
 from tk_kernel_core.weight_kernels import (
     dequantise_int4,
     dequantise_int8,
@@ -243,18 +243,11 @@ def packed_experts_kernel(
             tl.store(out_ptrs, tl.reshape(h, [OUT_N, BLOCK_M]), mask=exists)
         else:
             column_exists = columns < n_features
-            finish(
-                out_ptr + rows.to(tl.int64)[None, :] * width + columns,
-                total,
-                tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None],
-                exists & column_exists,
-                columns * step_bias,
-                column_exists,
-                None if bias_ptr is None else bias_ptr + expert.to(tl.int64) * stride_bias,
-                partial_ptr,
-                counter_ptr,
-                SPLIT,
-            )
+            total, is_last = add_operand_parts(total, partial_ptr, counter_ptr, SPLIT)
+            if is_last:
+                out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * width + columns
+                bias_ptrs = None if bias_ptr is None else bias_ptr + expert.to(tl.int64) * stride_bias
+                store(out_ptrs, total, exists & column_exists, columns * step_bias, column_exists, bias_ptrs)
     elif not SORTED:
         # Whoever follows counts on all before it to have ended.
         wait_for_predecessor(DEPENDENT_LAUNCH)

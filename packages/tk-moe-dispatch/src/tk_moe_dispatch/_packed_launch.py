@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tk_kernel_core.gemm import split_steps
 from tk_moe_dispatch._gemm_launch import rows_per_tile
 from tk_moe_dispatch._launch import max_tiles
 
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
 _TILE, _STEP = 16, 128
-# More parts would take registers, in adding them up, that another program could run with.
-_MOST_SPLITS = 8
+# Times the rows of a program: what the one that comes last adds up.
+_MOST_PARTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +147,10 @@ def _packed_config(
         # The sums of a step take as many registers as the result.
         group_size in (32, 64) or (group_size != -1 and block_m >= 128),
         # What follows the product with gate and up needs their whole sums.
-        1 if gated else _split(n_programs, -(-k // _STEP), 4 * target.compute_units),
+        1 if gated else split_steps(n_programs, -(-k // _STEP), 4 * target.compute_units, _MOST_PARTS // block_m),
         # So few rows are mostly none: loads leave them out, where a descriptor would read them.
         target.is_hopper_or_later and block_m > 16,
         n_programs,
         target.is_hopper_or_later,
         most_registers,
     )
-
-
-def _split(n_programs: int, n_steps: int, n_slots: int) -> int:
-    """Return the number of parts of the columns with which the programs, all at once, are done first."""
-    most = max(1, min(n_slots // n_programs, n_steps, _MOST_SPLITS))
-    # To add up a part takes about as long as a step.
-    split = min(range(1, most + 1), key=lambda split: -(-n_steps // split) + split)
-    # Rounding up may have left the last programs nothing.
-    return -(-n_steps // -(-n_steps // split))

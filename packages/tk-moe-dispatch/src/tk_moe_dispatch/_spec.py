@@ -250,16 +250,21 @@ _STAGES = {
     "count_kernel": "schedule",
     "schedule_kernel": "schedule",
     "permute_kernel": "permute",
+    "arrange_rows_kernel": "permute",
     "stream_up_kernel": "GEMM 1",
     "stream_down_kernel": "GEMM 2",
     "combine_kernel": "combine",
 }
 
 
+# Each serves both.
+_PRODUCTS = "expert_gemm_kernel", "packed_experts_kernel"
+
+
 def assign_stages(kernels: Sequence[str]) -> list[str | None]:
     """Tell a layer's kernels apart, by name, and where one serves two stages, by turns."""
     turns = itertools.cycle(("GEMM 1", "GEMM 2"))
-    stages = [next(turns) if name == "expert_gemm_kernel" else _STAGES.get(name) for name in kernels]
+    stages = [next(turns) if name in _PRODUCTS else _STAGES.get(name) for name in kernels]
     # PyTorch multiplies many tokens by the router, with kernels of its own choice.
     scoring = stages.index("router") if "router" in stages else 0
     return ["router"] * scoring + stages[scoring:]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from tk_kernel_core.numerics import rounding_tolerance
+from tk_kernel_core.quantization import quantize_groups
 from tk_kernel_core.spec import Case, CaseValue, Cost, Inputs, KernelSpec, Tolerance
 from tk_w4a16._formats import Int4Weight
 from tk_w4a16._ops import w4a16_gemm, w4a16_linear
 from tk_w4a16._packing import PackedInt4Weight
-from tk_w4a16._quantize import dequantize_int4, pack_int4, quantize_groups
+from tk_w4a16._quantize import dequantize_int4, pack_int4
 from tk_w4a16._reference import w4a16_linear_torch, w4a16_reference
 from tk_w4a16._state import blank_weight
 
