@@ -19,12 +19,10 @@ from tk_kernel_core.targets import COMPILE_TARGETS, Target
 from tk_moe_dispatch._expert_plans import join
 from tk_moe_dispatch._gemm_launch import (
     GemmConfig,
-    SortedExperts,
     StreamConfig,
     StreamedExperts,
     experts_config,
     gemm_config,
-    rows_per_tile,
 )
 from tk_moe_dispatch._gemm_plans import (
     PLAIN,
@@ -345,18 +343,6 @@ def test_choices_are_what_the_hardware_takes(
         assert 1 <= one.n_programs <= max_tiles(n_tokens * top_k, n_experts, one.block_m) * -(-n // one.block_n)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_tiles_grow_with_the_rows_of_an_expert(model: str) -> None:
-    n_experts, top_k, hidden, ffn = MODELS[model]
-    sizes = []
-    for n_tokens in (1, 2, 4, 8, 32, 128, 512, 2048, 4096):
-        config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, True, True, H200)
-        sizes.append(config.up.block_m if isinstance(config, SortedExperts) else 1)
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 1
-    assert sizes[-1] == 128
-
-
 def compiled_launches(
     model: tuple[int, int, int, int], n_tokens: int, dtype: torch.dtype, has_bias: bool
 ) -> list[KernelLaunch]:
@@ -403,14 +389,16 @@ def test_biases_and_odd_sizes_leave_enough_registers(hidden: int, ffn: int, rows
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(("rows", "dtype"), [(16, torch.float16), (128, torch.bfloat16)])
-def test_swiglu_needs_no_shared_memory_but_for_the_store(rows: int, dtype: torch.dtype) -> None:
-    for launch in compiled_launches(MODELS["mixtral"], rows * 4, dtype, False):
+@pytest.mark.parametrize(("n_tokens", "rows", "dtype"), [(32, 16, torch.float16), (512, 128, torch.bfloat16)])
+def test_swiglu_needs_no_shared_memory_but_for_the_store(n_tokens: int, rows: int, dtype: torch.dtype) -> None:
+    for launch in compiled_launches(MODELS["mixtral"], n_tokens, dtype, False):
         made = inspect(compile_launch(launch, H200))
         tile = dict(launch.arguments)
         assert tile["BLOCK_M"] == rows
         n_stores = rows * tile["BLOCK_N"] // (8 * 32 * made.num_warps)
-        assert made.instructions["st.global.v4"] == made.instructions["st.shared"] == n_stores
+        assert made.instructions["st.shared"] == n_stores
+        # A flattened loop ends in two places.
+        assert made.instructions["st.global.v4"] == n_stores * (1 + tile["FLATTEN"])
         assert {name for name in made.instructions if name.startswith("cp.async")} <= {"cp.async.v4"}
         assert made.instructions["tma"] > 0
         assert made.instructions["wgmma"] > 0
@@ -420,9 +408,6 @@ def test_swiglu_needs_no_shared_memory_but_for_the_store(rows: int, dtype: torch
 def test_streamed_weights_are_loaded_16_bytes_at_once() -> None:
     for launch in compiled_launches(MODELS["deepseek-v3"], 1, torch.bfloat16, False):
         made = inspect(compile_launch(launch, H200)).instructions
-        assert made["ld.global.v4"] >= 9
+        # Four rows of weights, and one of x.
+        assert made["ld.global.v4"] >= 5
         assert not {"ld.global.v2", "ld.global.narrow"} & made.keys()
-
-
-def test_one_tile_of_rows_serves_an_expert_with_half_as_many_again_as_the_average() -> None:
-    assert [rows_per_tile(8 * rows, 8, H200) for rows in (1, 10, 11, 21, 22, 42, 43)] == [16, 16, 32, 32, 64, 64, 128]

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tk_kernel_core.targets import COMPILE_TARGETS, Target
+from tk_moe_dispatch._gemm_launch import SortedExperts, experts_config, rows_per_tile
 from tk_moe_dispatch._launch import logits_config, max_tiles, route_config, row_config, schedule_config
+
+H200 = COMPILE_TARGETS["sm_90"]
+# Experts, experts per token, features of a token and inside an expert.
+MODELS = {"mixtral": (8, 2, 4096, 14_336), "qwen2-57b": (64, 8, 3584, 2560), "deepseek-v3": (256, 8, 7168, 2048)}
 
 targets = st.sampled_from(list(COMPILE_TARGETS.values()))
 token_counts = st.one_of(st.integers(1, 300), st.integers(1, 2**20))
@@ -107,3 +112,19 @@ def test_rows_are_moved_16_bytes_at_a_time(n_rows: int, width: int, bytes_per_el
     threads = config.num_warps * target.warp_size
     assert config.block_m * config.block_h * bytes_per_element == 16 * threads
     assert config.n_programs == -(-n_rows // config.block_m) * -(-width // config.block_h)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tiles_grow_with_the_rows_of_an_expert(model: str) -> None:
+    n_experts, top_k, hidden, ffn = MODELS[model]
+    sizes = []
+    for n_tokens in (1, 2, 4, 8, 32, 128, 512, 2048, 4096):
+        config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, True, True, H200)
+        sizes.append(config.up.block_m if isinstance(config, SortedExperts) else 1)
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 1
+    assert sizes[-1] == 128
+
+
+def test_one_tile_of_rows_serves_an_expert_with_half_as_many_again_as_the_average() -> None:
+    assert [rows_per_tile(8 * rows, 8, H200) for rows in (1, 10, 11, 21, 22, 42, 43)] == [16, 16, 32, 32, 64, 64, 128]

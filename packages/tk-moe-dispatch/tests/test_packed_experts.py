@@ -233,7 +233,7 @@ def test_weights_go_from_memory_to_the_matrix_units_through_registers_alone(
         # Descriptors are for one warp, which asks for its number.
         assert moves == ([] if n_tokens == 1 else ["shfl.sync.idx.b32"])
         # As many programs at a time as the choice counts on.
-        n_programs = {1: 4, 120: 4}.get(n_tokens, 2 if made.num_warps == 8 else 3)
+        n_programs = 4 if n_tokens == 1 else 2 if made.num_warps == 8 else 3
         assert n_programs * found.registers * found.num_warps * H200.warp_size <= 65_536
         assert n_programs * (found.shared_bytes + 1024) <= H200.shared_bytes
 

@@ -175,6 +175,7 @@ def test_a_kernel_without_stages_is_wrong_usage(
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H200, on which a call takes 9.5 µs and the profiler sees the events above."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setattr(device, "current_device", lambda: H200)
     for module in (bench, stages_module):
         monkeypatch.setattr(module, "rotated_inputs", lambda make, device: [{}])

@@ -288,7 +288,9 @@ def shrink(case: Case) -> Case:
 def _copy(inputs: Inputs) -> Any:
     """Copy as many bytes as the layer moves: half of them are read, half are written."""
     weights = (inputs["w13"] if inputs["experts"] is None else inputs["w13"][0]).view(-1)
-    return baselines.copy(weights[: inputs["bytes_moved"] // 2 // weights.element_size()])
+    # Whole pages: an odd number of elements would be copied one by one.
+    n_elements = inputs["bytes_moved"] // 2 // weights.element_size() // 4096 * 4096
+    return baselines.copy(weights[:n_elements])
 
 
 def _by_cublas(inputs: Inputs) -> Any:

@@ -104,13 +104,13 @@ def profile(function: Callable[[Inputs], Any], input_sets: Sequence[Inputs]) -> 
     """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     # A graph that is captured before CUPTI is first used may be seen as a whole, or not at all.
-    with torch.profiler.profile(activities=activities):
+    with torch.profiler.profile(activities=activities, acc_events=True):
         for inputs in input_sets:
             function(inputs)
         torch.cuda.synchronize()
     replay = capture(function, input_sets)
     n_replays = -(-PROFILED_CALLS // len(input_sets))
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(n_replays):
             replay()
         torch.cuda.synchronize()
