@@ -228,6 +228,8 @@ def test_weights_go_from_memory_to_the_matrix_units_through_registers_alone(
         assert found.instructions["ld.global.v4"] >= 4
         assert found.instructions["wgmma"] == 8 * dict(made.launch.arguments)["UNROLL"]
         assert found.instructions["cp.async.v4" if n_tokens == 1 else "tma"] > 0
+        # Whoever arranges tokens lets this kernel begin while the router still runs.
+        assert made.assembly.index("griddepcontrol.wait") < made.assembly.index("ld.global")
         before_the_last = made.assembly[: made.assembly.rindex("wgmma.mma_async")]
         moves = re.findall(r"\b(?:ld\.shared|st\.shared|shfl\S*|ldmatrix|stmatrix)", before_the_last)
         # Descriptors are for one warp, which asks for its number.

@@ -164,8 +164,9 @@ def packed_experts_kernel(
     STEP_WORDS: tl.constexpr = 64 * BITS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     n_feature_programs = tl.cdiv(width, OUT_N)
+    # Not even the ids may be there: the launch that arranges tokens lets this one begin before it has waited itself.
+    wait_for_predecessor(DEPENDENT_LAUNCH)
     if SORTED:
-        wait_for_predecessor(DEPENDENT_LAUNCH)
         n_row_tiles = tl.load(tiles_ptr + 3)
         is_used = tl.program_id(0) < n_row_tiles * n_feature_programs
         index = tl.where(is_used, tl.program_id(0), 0)
@@ -206,9 +207,6 @@ def packed_experts_kernel(
         next_words, next_scales, next_zeros = _load_steps(
             word_ptrs, scales_ptr, zeros_ptr, offsets, first, last, N_STEPS, STEP_WORDS, GROUP_SIZE, UNROLL
         )
-        if not SORTED:
-            # The ids were there before the predecessor began.
-            wait_for_predecessor(DEPENDENT_LAUNCH)
         for start in tl.range(first, last, UNROLL, num_stages=STAGES):
             these_words, scales, zeros = next_words, next_scales, next_zeros
             next_words, next_scales, next_zeros = _load_steps(
@@ -248,8 +246,5 @@ def packed_experts_kernel(
                 out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * width + columns
                 bias_ptrs = None if bias_ptr is None else bias_ptr + expert.to(tl.int64) * stride_bias
                 store(out_ptrs, total, exists & column_exists, columns * step_bias, column_exists, bias_ptrs)
-    elif not SORTED:
-        # Whoever follows counts on all before it to have ended.
-        wait_for_predecessor(DEPENDENT_LAUNCH)
     if positions_ptr is not None and program_n == 0:
         tl.store(positions_ptr + first_row, tl.where(is_used, first_row, -1))

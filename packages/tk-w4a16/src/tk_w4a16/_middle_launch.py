@@ -71,7 +71,7 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
     # Zero points of narrow groups take registers that large programs lack.
     has_many_zeros = has_zeros and group_size in (32, 64)
     n_wide = -(-n // 128) * -(-m // block_m)
-    enough = (1.5 if m <= 64 else 1.25) * target.compute_units
+    enough = (1.5 if m <= 64 or has_zeros else 1.25) * target.compute_units
     if target.name == "sm_90" and m > 32 and n_wide >= enough and not has_many_zeros:
         # Wide tiles read x half as often, but are few.
         num_warps, stages, programs_per_unit = 8, 2 if m <= 64 else 3, 2
