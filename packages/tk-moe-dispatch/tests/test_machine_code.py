@@ -9,7 +9,7 @@ from tk_kernel_core.aot import compile_launch
 from tk_kernel_core.launch import KernelLaunch, planning
 from tk_kernel_core.resources import inspect
 from tk_kernel_core.targets import COMPILE_TARGETS, Target
-from tk_moe_dispatch import moe_router, permute_tokens, unpermute_tokens
+from tk_moe_dispatch import fused_experts, moe_router, permute_tokens, unpermute_tokens
 
 pytestmark = pytest.mark.compiler
 
@@ -65,3 +65,23 @@ def test_scoring_by_odd_sizes_leaves_enough_registers(n_tokens: int, n_experts: 
         moe_router(meta(n_tokens, width), meta(n_experts, width), 3)
     found = [inspect(compile_launch(launch, target)) for launch in made]
     assert [its.spill_bytes for its in found] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "row_stride", "joined"),
+    [("concat", 128, True), ("interleaved", 128, True), ("concat", 136, True), ("interleaved", 132, False)],
+)
+def test_gate_and_up_are_one_product_where_a_descriptor_reaches_both(
+    layout: str, row_stride: int, joined: bool
+) -> None:
+    # 132 elements from gate to up are no multiple of 16 bytes; twice as many, from row to row of each, are.
+    n_tokens, ffn, width = 512, 128, 128
+    w13 = meta(8, 2 * ffn, row_stride)[..., :width]
+    ids = meta(n_tokens, 2, dtype=torch.int64)
+    with planning(COMPILE_TARGETS["sm_90"]) as made:
+        fused_experts(meta(n_tokens, width), w13, meta(8, width, ffn), meta(n_tokens, 2), ids, layout=layout)
+    products = [dict(launch.arguments) for launch in made if launch.kernel == "expert_gemm_kernel"]
+    assert [(one["GATED"], one["DESCRIPTORS"], one["JOINED"]) for one in products] == [
+        (True, True, joined),
+        (False, True, False),
+    ]

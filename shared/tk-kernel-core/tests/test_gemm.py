@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tk_kernel_core.aot import compile_launch
-from tk_kernel_core.gemm import WORKSPACE_BYTES, backend_options, parts_of, prepare_arrangement, unit_of
+from tk_kernel_core.gemm import (
+    WORKSPACE_BYTES,
+    backend_options,
+    parts_of,
+    prepare_arrangement,
+    register_share,
+    split_steps,
+    unit_of,
+)
 from tk_kernel_core.launch import PreparedLaunch
 from tk_kernel_core.resources import inspect
 from tk_kernel_core.targets import COMPILE_TARGETS, target_of
@@ -60,6 +70,27 @@ def test_parts_cover_everything_once_within_the_workspace(m: int, n: int, k: int
 )
 def test_a_part_occupies_an_h200_once(m: int, n: int, k: int, heights: list[int]) -> None:
     assert [part.stop - part.start for part in parts_of(m, n, k, 2, H200)] == heights
+
+
+@pytest.mark.parametrize(
+    ("num_warps", "n_programs", "want"), [(4, 4, 128), (8, 2, 128), (4, 3, 168), (4, 7, 72), (16, 1, 128), (4, 1, 255)]
+)
+def test_programs_that_run_at_a_time_share_the_registers(num_warps: int, n_programs: int, want: int) -> None:
+    assert register_share(num_warps, n_programs, H200) == want
+    assert want * num_warps * 32 * n_programs <= 65_536
+    assert register_share(num_warps, n_programs, COMPILE_TARGETS["gfx942"]) is None
+
+
+@given(
+    n_programs=st.integers(1, 5000), n_steps=st.integers(1, 2000), n_slots=st.integers(1, 1000), most=st.integers(1, 32)
+)
+def test_no_more_programs_share_steps_than_run_at_once(n_programs: int, n_steps: int, n_slots: int, most: int) -> None:
+    split = split_steps(n_programs, n_steps, n_slots, most)
+    own = -(-n_steps // split)
+    # Nobody has nothing to do.
+    assert own * (split - 1) < n_steps
+    assert 1 <= split <= most
+    assert split == 1 or n_programs * split <= n_slots
 
 
 def test_options_are_named_only_where_they_say_something() -> None:

@@ -64,8 +64,8 @@ def int8_middle_kernel(
         x_rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
         x_ptrs = arranged + x_rows[:, None] * (N_GROUPS * GROUP) + first * GROUP + tl.arange(0, GROUP)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # The weight is on its way a group ahead, in registers: shared memory is left to x. It does not wait:
-    # arrange_rows_kernel, which comes before, has begun after all that came before it.
+    # The weight is on its way a group ahead, in registers: shared memory is left to x. It does not wait, not even for
+    # what came before arrange_rows_kernel, which releases this kernel at once: kernels that make weights do not.
     next_words = tl.load(word_ptrs, eviction_policy="evict_first")
     wait_for_predecessor(DEPENDENT_LAUNCH)
     for group in tl.range(first, last, num_stages=STAGES):

@@ -199,8 +199,8 @@ def experts_plan(
     """
     top_k, n_slots, n_tokens, device = topk_ids.shape[-1], topk_ids.numel(), x.shape[0], x.device
     n_experts, ffn_size, width = gate.shape
-    # Else both are copied.
-    joined &= gate.stride(-1) == 1
+    # Else both are copied; and the way from gate to up is a stride, too.
+    joined = joined and gate.stride(-1) == 1 and take_descriptors(join(gate, up))
     gate, up = in_rows(gate, up)
     (down,) = in_rows(down)
     descriptors = take_descriptors(gate, up, down)

@@ -22,7 +22,8 @@ def wait_for_predecessor(DEPENDENT_LAUNCH: tl.constexpr):
 def release_and_wait(DEPENDENT_LAUNCH: tl.constexpr):
     """As `wait_for_predecessor`, but the kernel behind, which waits itself, may begin before the wait is over.
 
-    For short kernels that make activations ready for a product: it begins with its weight, which no predecessor makes.
+    For short kernels that make activations ready for a product: it begins with its weight, which no predecessor makes
+    that releases others early. All else, even what came before this kernel, it must not touch before it has waited.
     """
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
