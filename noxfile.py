@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import configparser
 import fcntl
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import nox
@@ -28,6 +30,9 @@ nox.options.sessions = ["lint", "types", "tests", "resources", "build", "docs"]
 
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = ROOT / "constraints.txt"
+DIST = ROOT / "dist"
+# What a kernel package is tried with on a core that is not its own: every case against its reference.
+QUICK_TESTS = "test_spec.py"
 CORE, TESTKIT, REPOSITORY = "tk-kernel-core", "tk-testkit", "repository"
 KERNELS = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/tk-*/pyproject.toml"))}
 PROJECTS = {CORE: ROOT / "shared" / CORE, TESTKIT: ROOT / "shared" / TESTKIT, **KERNELS}
@@ -54,7 +59,7 @@ def affected(paths: Iterable[str], kernels: Sequence[str] = tuple(KERNELS)) -> t
         package = rest.partition("/")[0]
         if folder == "packages" and package in kernels:
             suites.add(package)
-        elif folder in {"docs", "tests", "perf", ".github"} or (not rest and path.endswith(".md")):
+        elif folder in {"docs", "tests", "perf", "release", ".github"} or (not rest and path.endswith(".md")):
             continue
         else:
             suites |= everything
@@ -144,12 +149,12 @@ print("using torch", m.version("torch"), "and Triton", m.version("triton"))
 """
 
 
-def build_wheels(session: nox.Session, *names: str) -> dict[str, Path]:
-    """Build wheels of distributions in the tree; returns the files by name."""
-    folder = Path(session.create_tmp()) / "wheels"
+def build_wheels(session: nox.Session, *names: str, tree: Path = ROOT) -> dict[str, Path]:
+    """Build wheels of distributions in this tree or another of the same layout; returns the files by name."""
+    folder = Path(session.create_tmp()) / "wheels" / tree.name
     shutil.rmtree(folder, ignore_errors=True)
     session.install("hatchling", "-c", str(CONSTRAINTS))
-    sources = [str(PROJECTS[name]) for name in names]
+    sources = [str(tree / PROJECTS[name].relative_to(ROOT)) for name in names]
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), *sources)
     return {name: next(folder.glob(f"{name.replace('-', '_')}-*.whl")) for name in names}
 
@@ -182,17 +187,25 @@ def tests(session: nox.Session, package: str) -> None:
         session.skip("nothing that concerns it has changed")
     if package == REPOSITORY:
         wheels = build_wheels(session, *PROJECTS)
-        tools = ["nox", "pytest-xdist", "pyyaml", "asv", "asv_runner", "transformers"]
+        tools = ["nox", "pytest-xdist", "pyyaml", "asv", "asv_runner", "griffelib", "transformers"]
         install(session, *tools, wheels=wheels.values())
         folder = ROOT / "tests"
     else:
-        wheels = build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package)))
-        groups = load_toml(PROJECTS[package] / "pyproject.toml").get("dependency-groups", {})
-        needed = dependency_groups({"dependency-groups": groups}, "test") if "test" in groups else ()
-        extras = [f"{wheels[CORE]}[plot,nvml]"] if package == CORE else []
-        install(session, "pytest-xdist", *extras, *needed, wheels=wheels.values())
         folder = PROJECTS[package] / "tests"
+        install_suite(session, package, folder, build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package))))
+    run_suite(session, package, folder, *arguments)
 
+
+def install_suite(session: nox.Session, package: str, folder: Path, wheels: Mapping[str, Path]) -> None:
+    """Install a distribution's wheels and what its tests, in this folder, need beside them."""
+    groups = load_toml(folder.parent / "pyproject.toml").get("dependency-groups", {})
+    needed = dependency_groups({"dependency-groups": groups}, "test") if "test" in groups else ()
+    extras = [f"{wheels[CORE]}[plot,nvml]"] if package == CORE else []
+    install(session, "pytest-xdist", *extras, *needed, wheels=wheels.values())
+
+
+def run_suite(session: nox.Session, package: str, tests: Path, *arguments: str) -> None:
+    """Run the tests in a folder or a file against what is installed."""
     # Triton chooses between its interpreter and its compiler once per process, so there are two runs.
     if package in KERNELS and not sees_gpu(session):
         runs = [("1", "not compiler"), (None, "compiler")]
@@ -203,7 +216,7 @@ def tests(session: nox.Session, package: str) -> None:
         # Exit code 5: no test was selected, which only the run over all tests may not say.
         codes = [0, 5] if number or arguments else [0]
         environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-        command = ["pytest", *options, "-n", "2", "-m", marker, str(folder), *arguments]
+        command = ["pytest", *options, "-n", "2", "-m", marker, str(tests), *arguments]
         session.run(*command, env=environment, success_codes=codes)
 
 
@@ -267,15 +280,59 @@ def resources(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build wheels and source distributions into dist/, check them, and install each kernel package alone."""
+    build_distributions(session, CORE, *KERNELS)
+
+
+def build_distributions(session: nox.Session, *names: str) -> None:
+    """Build distributions into dist/, check them, and have the kernel packages among them installed alone."""
     session.install("build", "hatchling", "twine", "check-wheel-contents", "-c", str(CONSTRAINTS))
-    dist = ROOT / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    for name in (CORE, *KERNELS):
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(PROJECTS[name]), silent=True)
-    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    session.run("check-wheel-contents", *map(str, sorted(dist.glob("*.whl"))))
-    for name in KERNELS:
-        session.notify(f"alone({name})")
+    shutil.rmtree(DIST, ignore_errors=True)
+    for name in names:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(PROJECTS[name]), silent=True)
+    session.run("twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
+    session.run("check-wheel-contents", *map(str, sorted(DIST.glob("*.whl"))))
+    for name in names:
+        if name in KERNELS:
+            session.notify(f"alone({name})")
+
+
+@nox.session
+def release_check(session: nox.Session) -> None:
+    """Check all that a release needs: `-- tk-rmsnorm`, or its tag; leaves what is to be published in report/release."""
+    if len(session.posargs) != 1:
+        session.error("wanted one distribution or tag: nox -s release_check -- tk-rmsnorm")
+    session.install("griffelib", "nox", "-c", str(CONSTRAINTS))
+    folder = ROOT / "report" / "release"
+    shutil.rmtree(folder, ignore_errors=True)
+    check = ("python", str(ROOT / "release" / "check.py"))
+    session.run(*check, "plan", session.posargs[0], str(folder))
+    plan, sources = json.loads((folder / "plan.json").read_text()), folder / "sources"
+    package, module = plan["distribution"], plan["distribution"].replace("-", "_")
+
+    build_distributions(session, CORE, *(KERNELS if package == CORE else (package,)))
+    session.run(*check, "contents", package, str(DIST))
+    with tarfile.open(next(DIST.glob(f"{module}-*.tar.gz"))) as archive:
+        archive.extractall(sources, filter="data")
+    tests = sources / f"{module}-{plan['version']}" / "tests"
+    wheels = {name: next(DIST.glob(f"{name.replace('-', '_')}-*.whl")) for name in {CORE, package}}
+    testkit = build_wheels(session, TESTKIT)
+    install_suite(session, package, tests, {**wheels, **testkit})
+    run_suite(session, package, tests)
+
+    if plan["floor"]:
+        oldest = build_wheels(session, CORE, tree=sources / plan["floor"])
+        install_suite(session, package, tests, {**wheels, **testkit, **oldest})
+        run_suite(session, package, tests / QUICK_TESTS)
+    for kernel, tag in plan["kernels"].items():
+        # The tests of then come with the test kit of then.
+        released = build_wheels(session, kernel, TESTKIT, tree=sources / tag)
+        tests = sources / tag / KERNELS[kernel].relative_to(ROOT) / "tests"
+        install_suite(session, kernel, tests, {CORE: wheels[CORE], **released})
+        run_suite(session, kernel, tests / QUICK_TESTS)
+
+    (folder / "dist").mkdir()
+    for file in DIST.glob(f"{module}-*"):
+        shutil.copy(file, folder / "dist")
 
 
 @nox.session(reuse_venv=False)
@@ -283,7 +340,7 @@ def build(session: nox.Session) -> None:
 def alone(session: nox.Session, package: str) -> None:
     """Install one kernel package from dist/ as its users do, and nothing else of this repository."""
     module = package.replace("-", "_")
-    wheels = [next((ROOT / "dist").glob(f"{name}-*.whl"), None) for name in ("tk_kernel_core", module)]
+    wheels = [next(DIST.glob(f"{name}-*.whl"), None) for name in ("tk_kernel_core", module)]
     if None in wheels:
         session.error("dist/ lacks the wheels: run `nox -s build` first")
     install(session, wheels=[wheel for wheel in wheels if wheel], triton=False)

@@ -21,7 +21,7 @@ EVERYTHING = {"tk-kernel-core", "tk-testkit", "repository", *KERNELS}
         (["packages/tk-one/src/tk_one/_ops.py"], {"tk-one", "repository"}),
         (["packages/tk-one/README.md", "packages/tk-two/tests/test_x.py"], {"tk-one", "tk-two", "repository"}),
         (["docs/kernels/one.md", "README.md", "tests/test_conformance.py"], {"repository"}),
-        ([".github/workflows/ci.yml", "perf/benchmarks/gpu.py"], {"repository"}),
+        ([".github/workflows/ci.yml", "perf/benchmarks/gpu.py", "release/check.py"], {"repository"}),
         (["shared/tk-testkit/src/tk_testkit/close.py"], EVERYTHING),
         (["shared/tk-kernel-core/README.md"], EVERYTHING),
         (["noxfile.py"], EVERYTHING),
