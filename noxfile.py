@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from nox.project import dependency_groups, load_toml
 
 sys.path.append(str(Path(__file__).resolve().parent / "perf"))
@@ -39,6 +40,7 @@ PROJECTS = {CORE: ROOT / "shared" / CORE, TESTKIT: ROOT / "shared" / TESTKIT, **
 KERNEL_PACKAGES = [name.replace("-", "_") for name in KERNELS]
 
 each_kernel = nox.parametrize("package", [nox.param(name, id=name) for name in KERNELS])
+each_published = nox.parametrize("package", [nox.param(name, id=name) for name in (CORE, *KERNELS)])
 each_suite = nox.parametrize("package", [nox.param(name, id=name) for name in (*PROJECTS, REPOSITORY)])
 
 
@@ -119,7 +121,7 @@ def install(session: nox.Session, *requirements: str, wheels: Iterable[Path] = (
             constraints = CONSTRAINTS
         elif f"triton=={str(version).strip()}\n" in CONSTRAINTS.read_text():
             constraints = CONSTRAINTS
-        session.run("python", "-c", SAY_TRITON, log=False)
+        session.run("python", "-c", SAY_VERSIONS, log=False)
     files = [str(wheel) for wheel in wheels]
     if files:
         session.install("--no-deps", "--force-reinstall", *files)
@@ -143,9 +145,10 @@ FIND_TRITON = """
 from importlib.metadata import distributions
 print(next((d.version for d in distributions(name="triton")), ""))
 """
-SAY_TRITON = """
-import importlib.metadata as m
-print("using torch", m.version("torch"), "and Triton", m.version("triton"))
+SAY_VERSIONS = """
+from importlib.metadata import distributions
+found = {d.name: d.version for d in reversed([*distributions()])}
+print("using", ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "numpy") if name in found))
 """
 
 
@@ -205,19 +208,25 @@ def install_suite(session: nox.Session, package: str, folder: Path, wheels: Mapp
 
 
 def run_suite(session: nox.Session, package: str, tests: Path, *arguments: str) -> None:
-    """Run the tests in a folder or a file against what is installed."""
+    """Run the tests in a folder or a file against what is installed, all of them even where some fail."""
     # Triton chooses between its interpreter and its compiler once per process, so there are two runs.
     if package in KERNELS and not sees_gpu(session):
         runs = [("1", "not compiler"), (None, "compiler")]
     else:
         runs = [(None, "not interpreter"), ("1", "interpreter")]
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--installed-only"]
+    failed = False
     for number, (interpret, marker) in enumerate(runs):
         # Exit code 5: no test was selected, which only the run over all tests may not say.
         codes = [0, 5] if number or arguments else [0]
         environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
         command = ["pytest", *options, "-n", "2", "-m", marker, str(tests), *arguments]
-        session.run(*command, env=environment, success_codes=codes)
+        try:
+            session.run(*command, env=environment, success_codes=codes)
+        except CommandFailed:
+            failed = True
+    if failed:
+        session.error(f"tests of {package} failed")
 
 
 @nox.session
@@ -275,6 +284,22 @@ def resources(session: nox.Session) -> None:
     for name, folder in KERNELS.items():
         budget = str(folder / "perf_budget.json")
         session.run("tk-kernels", "resources", name, "--budget", budget, *session.posargs)
+
+
+@nox.session
+@each_published
+def compat(session: nox.Session, package: str) -> None:
+    """Test a distribution on the newest Triton and NumPy that pip offers, and show its budget beside theirs."""
+    tests = PROJECTS[package] / "tests"
+    install_suite(session, package, tests, build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package))))
+    # Both are newer than what the test kit and some builds of torch ask for.
+    session.install("--no-deps", "--upgrade", "triton", "numpy")
+    session.run("python", "-c", SAY_VERSIONS)
+    if package in KERNELS:
+        # Under a Triton that did not make the budget, differences are shown and do not count.
+        session.run("tk-kernels", "resources", package, "--budget", str(PROJECTS[package] / "perf_budget.json"))
+    # A new warning is shown, and is no failure.
+    run_suite(session, package, tests, "-W", "default", *session.posargs)
 
 
 @nox.session

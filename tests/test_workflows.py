@@ -89,15 +89,27 @@ def test_ci_runs_what_nox_runs_by_default_and_the_demo(noxfile: ModuleType) -> N
     assert len(sessions) == len({*sessions})
 
 
-def test_newest_triton_is_tried_on_a_schedule_without_installing_the_tested_one_again() -> None:
+def test_the_newest_triton_and_numpy_are_tried_on_a_schedule_and_the_summary_shows_what_breaks(tmp_path: Path) -> None:
     ci = read("ci.yml")
     assert "schedule" in triggers(ci)
-    job = ci["jobs"]["newest-triton"]
+    job = ci["jobs"]["compat"]
     assert runs(job, {"event_name": "schedule"})
     assert not runs(job, {"event_name": "pull_request"})
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert commands[-2] == ".nox/resources/bin/python -m pip install --upgrade --no-deps triton"
-    assert "nox -R -s resources" in commands[-1]
+    *_, session, summary = job["steps"]
+    assert session["run"].startswith("python -m nox -s compat ")
+    log = [
+        "using triton 3.9.0",
+        "  tk-one, case, sm_90: registers",
+        "passed",
+        "FAILED a.py::b",
+        "nox > * compat: failed",
+    ]
+    (tmp_path / "compat.log").write_text("\n".join([*log, "nox > pytest"]))
+    environment = {**os.environ, "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+    command = ["bash", "-eo", "pipefail", "-c", summary["run"]]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    shown = [line for line in log if line != "passed"]
+    assert (tmp_path / "summary").read_text() == "".join(f"    {line}\n" for line in shown)
 
 
 def test_every_suite_is_tested_on_every_python(noxfile: ModuleType, tmp_path: Path) -> None:
