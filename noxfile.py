@@ -250,6 +250,7 @@ def lint(session: nox.Session) -> None:
         ("dependabot", [str(github / "dependabot.yml")]),
         ("github-issue-forms", forms),
         ("github-issue-config", [str(github / "ISSUE_TEMPLATE" / "config.yml")]),
+        ("citation-file-format", [str(ROOT / "CITATION.cff")]),
     ):
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *checked)
     session.run("check-jsonschema", "--schemafile", "perf/schema/asv.conf.schema.json", "asv.conf.json")
@@ -271,7 +272,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types strictly."""
-    install(session, "mypy", "pydantic", "rich", "matplotlib", "nvidia-ml-py", "pytest", "hypothesis", "nox")
+    typed = ["pydantic", "rich", "matplotlib", "nvidia-ml-py", "pytest", "hypothesis", "nox", "griffelib"]
+    install(session, "mypy", *typed)
     session.run("mypy", *session.posargs)
 
 

@@ -356,3 +356,16 @@ def test_each_distribution_is_published_in_an_environment_of_its_own_and_announc
     assert jobs["build"]["outputs"] == {"distribution": "${{ steps.tag.outputs.distribution }}"}
     assert jobs["publish"]["environment"] == "release-${{ needs.build.outputs.distribution }}"
     assert [jobs[name].get("needs") for name in ("build", "publish", "announce")] == [None, "build", "publish"]
+
+
+@pytest.mark.parametrize("form", ["bug.yml", "perf-regression.yml"])
+def test_reports_come_with_the_versions_and_the_card(form: str) -> None:
+    fields = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text())["body"]
+    (asked,) = (field for field in fields if "pip list" in field["attributes"].get("description", ""))
+    assert asked["validations"] == {"required": True}
+    assert "`tk-kernels device`" in asked["attributes"]["description"]
+    shown = "torch 2.13.0\ntk-rmsnorm 0.1.0\ntriton 3.6.0\nnumpy 2.3.5\ntqdm 4.70.1\n"
+    command = re.search(r"grep [^`]*", asked["attributes"]["description"])
+    assert command is not None
+    found = subprocess.run(["bash", "-c", command[0]], input=shown, capture_output=True, text=True, check=True).stdout
+    assert found == shown.removesuffix("tqdm 4.70.1\n")
