@@ -323,7 +323,7 @@ def build_distributions(session: nox.Session, *names: str) -> None:
             session.notify(f"alone({name})")
 
 
-@nox.session
+@nox.session(reuse_venv=False)
 def release_check(session: nox.Session) -> None:
     """Check all that a release needs: `-- tk-rmsnorm`, or its tag; leaves what is to be published in report/release."""
     if len(session.posargs) != 1:
