@@ -11,11 +11,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from nox.project import dependency_groups, load_toml
+
+sys.path.append(str(Path(__file__).resolve().parent / "perf"))
+from sessions import perf, perf_gate, perf_publish
+
+__all__ = ["perf", "perf_gate", "perf_publish"]
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -24,15 +31,16 @@ nox.options.sessions = ["lint", "types", "tests", "resources", "build", "docs"]
 
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = ROOT / "constraints.txt"
+DIST = ROOT / "dist"
+# What a kernel package is tried with on a core that is not its own: every case against its reference.
+QUICK_TESTS = "test_spec.py"
 CORE, TESTKIT, REPOSITORY = "tk-kernel-core", "tk-testkit", "repository"
 KERNELS = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/tk-*/pyproject.toml"))}
 PROJECTS = {CORE: ROOT / "shared" / CORE, TESTKIT: ROOT / "shared" / TESTKIT, **KERNELS}
-ASV = ("python", "-m", "asv")
-# Exit codes of perf/gate.py.
-VERDICTS = [0, 10, 20, 30]
 KERNEL_PACKAGES = [name.replace("-", "_") for name in KERNELS]
 
 each_kernel = nox.parametrize("package", [nox.param(name, id=name) for name in KERNELS])
+each_published = nox.parametrize("package", [nox.param(name, id=name) for name in (CORE, *KERNELS)])
 each_suite = nox.parametrize("package", [nox.param(name, id=name) for name in (*PROJECTS, REPOSITORY)])
 
 
@@ -53,7 +61,7 @@ def affected(paths: Iterable[str], kernels: Sequence[str] = tuple(KERNELS)) -> t
         package = rest.partition("/")[0]
         if folder == "packages" and package in kernels:
             suites.add(package)
-        elif folder in {"docs", "tests", "perf", ".github"} or (not rest and path.endswith(".md")):
+        elif folder in {"docs", "tests", "perf", "release", ".github"} or (not rest and path.endswith(".md")):
             continue
         else:
             suites |= everything
@@ -113,7 +121,7 @@ def install(session: nox.Session, *requirements: str, wheels: Iterable[Path] = (
             constraints = CONSTRAINTS
         elif f"triton=={str(version).strip()}\n" in CONSTRAINTS.read_text():
             constraints = CONSTRAINTS
-        session.run("python", "-c", SAY_TRITON, log=False)
+        session.run("python", "-c", SAY_VERSIONS, log=False)
     files = [str(wheel) for wheel in wheels]
     if files:
         session.install("--no-deps", "--force-reinstall", *files)
@@ -137,18 +145,19 @@ FIND_TRITON = """
 from importlib.metadata import distributions
 print(next((d.version for d in distributions(name="triton")), ""))
 """
-SAY_TRITON = """
-import importlib.metadata as m
-print("using torch", m.version("torch"), "and Triton", m.version("triton"))
+SAY_VERSIONS = """
+from importlib.metadata import distributions
+found = {d.name: d.version for d in reversed([*distributions()])}
+print("using", ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "numpy") if name in found))
 """
 
 
-def build_wheels(session: nox.Session, *names: str) -> dict[str, Path]:
-    """Build wheels of distributions in the tree; returns the files by name."""
-    folder = Path(session.create_tmp()) / "wheels"
+def build_wheels(session: nox.Session, *names: str, tree: Path = ROOT) -> dict[str, Path]:
+    """Build wheels of distributions in this tree or another of the same layout; returns the files by name."""
+    folder = Path(session.create_tmp()) / "wheels" / tree.name
     shutil.rmtree(folder, ignore_errors=True)
     session.install("hatchling", "-c", str(CONSTRAINTS))
-    sources = [str(PROJECTS[name]) for name in names]
+    sources = [str(tree / PROJECTS[name].relative_to(ROOT)) for name in names]
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), *sources)
     return {name: next(folder.glob(f"{name.replace('-', '_')}-*.whl")) for name in names}
 
@@ -181,29 +190,43 @@ def tests(session: nox.Session, package: str) -> None:
         session.skip("nothing that concerns it has changed")
     if package == REPOSITORY:
         wheels = build_wheels(session, *PROJECTS)
-        tools = ["nox", "pytest-xdist", "pyyaml", "asv", "asv_runner", "transformers"]
+        tools = ["nox", "pytest-xdist", "pyyaml", "asv", "asv_runner", "griffelib", "transformers"]
         install(session, *tools, wheels=wheels.values())
         folder = ROOT / "tests"
     else:
-        wheels = build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package)))
-        groups = load_toml(PROJECTS[package] / "pyproject.toml").get("dependency-groups", {})
-        needed = dependency_groups({"dependency-groups": groups}, "test") if "test" in groups else ()
-        extras = [f"{wheels[CORE]}[plot,nvml]"] if package == CORE else []
-        install(session, "pytest-xdist", *extras, *needed, wheels=wheels.values())
         folder = PROJECTS[package] / "tests"
+        install_suite(session, package, folder, build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package))))
+    run_suite(session, package, folder, *arguments)
 
+
+def install_suite(session: nox.Session, package: str, folder: Path, wheels: Mapping[str, Path]) -> None:
+    """Install a distribution's wheels and what its tests, in this folder, need beside them."""
+    groups = load_toml(folder.parent / "pyproject.toml").get("dependency-groups", {})
+    needed = dependency_groups({"dependency-groups": groups}, "test") if "test" in groups else ()
+    extras = [f"{wheels[CORE]}[plot,nvml]"] if package == CORE else []
+    install(session, "pytest-xdist", *extras, *needed, wheels=wheels.values())
+
+
+def run_suite(session: nox.Session, package: str, tests: Path, *arguments: str) -> None:
+    """Run the tests in a folder or a file against what is installed, all of them even where some fail."""
     # Triton chooses between its interpreter and its compiler once per process, so there are two runs.
     if package in KERNELS and not sees_gpu(session):
         runs = [("1", "not compiler"), (None, "compiler")]
     else:
         runs = [(None, "not interpreter"), ("1", "interpreter")]
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--installed-only"]
+    failed = False
     for number, (interpret, marker) in enumerate(runs):
         # Exit code 5: no test was selected, which only the run over all tests may not say.
         codes = [0, 5] if number or arguments else [0]
         environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-        command = ["pytest", *options, "-n", "2", "-m", marker, str(folder), *arguments]
-        session.run(*command, env=environment, success_codes=codes)
+        command = ["pytest", *options, "-n", "2", "-m", marker, str(tests), *arguments]
+        try:
+            session.run(*command, env=environment, success_codes=codes)
+        except CommandFailed:
+            failed = True
+    if failed:
+        session.error(f"tests of {package} failed")
 
 
 @nox.session
@@ -227,6 +250,7 @@ def lint(session: nox.Session) -> None:
         ("dependabot", [str(github / "dependabot.yml")]),
         ("github-issue-forms", forms),
         ("github-issue-config", [str(github / "ISSUE_TEMPLATE" / "config.yml")]),
+        ("citation-file-format", [str(ROOT / "CITATION.cff")]),
     ):
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *checked)
     session.run("check-jsonschema", "--schemafile", "perf/schema/asv.conf.schema.json", "asv.conf.json")
@@ -248,7 +272,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types strictly."""
-    install(session, "mypy", "pydantic", "rich", "matplotlib", "nvidia-ml-py", "pytest", "hypothesis", "nox")
+    typed = ["pydantic", "rich", "matplotlib", "nvidia-ml-py", "pytest", "hypothesis", "nox", "griffelib"]
+    install(session, "mypy", *typed)
     session.run("mypy", *session.posargs)
 
 
@@ -264,17 +289,77 @@ def resources(session: nox.Session) -> None:
 
 
 @nox.session
+@each_published
+def compat(session: nox.Session, package: str) -> None:
+    """Test a distribution on the newest Triton and NumPy that pip offers, and show its budget beside theirs."""
+    tests = PROJECTS[package] / "tests"
+    install_suite(session, package, tests, build_wheels(session, *dict.fromkeys((CORE, TESTKIT, package))))
+    # Both are newer than what the test kit and some builds of torch ask for.
+    session.install("--no-deps", "--upgrade", "triton", "numpy")
+    session.run("python", "-c", SAY_VERSIONS)
+    if package in KERNELS:
+        # Under a Triton that did not make the budget, differences are shown and do not count.
+        session.run("tk-kernels", "resources", package, "--budget", str(PROJECTS[package] / "perf_budget.json"))
+    # A new warning is shown, and is no failure.
+    run_suite(session, package, tests, "-W", "default", *session.posargs)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build wheels and source distributions into dist/, check them, and install each kernel package alone."""
+    build_distributions(session, CORE, *KERNELS)
+
+
+def build_distributions(session: nox.Session, *names: str) -> None:
+    """Build distributions into dist/, check them, and have the kernel packages among them installed alone."""
     session.install("build", "hatchling", "twine", "check-wheel-contents", "-c", str(CONSTRAINTS))
-    dist = ROOT / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    for name in (CORE, *KERNELS):
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(PROJECTS[name]), silent=True)
-    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    session.run("check-wheel-contents", *map(str, sorted(dist.glob("*.whl"))))
-    for name in KERNELS:
-        session.notify(f"alone({name})")
+    shutil.rmtree(DIST, ignore_errors=True)
+    for name in names:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(PROJECTS[name]), silent=True)
+    session.run("twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
+    session.run("check-wheel-contents", *map(str, sorted(DIST.glob("*.whl"))))
+    for name in names:
+        if name in KERNELS:
+            session.notify(f"alone({name})")
+
+
+@nox.session(reuse_venv=False)
+def release_check(session: nox.Session) -> None:
+    """Check all that a release needs: `-- tk-rmsnorm`, or its tag; leaves what is to be published in report/release."""
+    if len(session.posargs) != 1:
+        session.error("wanted one distribution or tag: nox -s release_check -- tk-rmsnorm")
+    session.install("griffelib", "nox", "-c", str(CONSTRAINTS))
+    folder = ROOT / "report" / "release"
+    shutil.rmtree(folder, ignore_errors=True)
+    check = ("python", str(ROOT / "release" / "check.py"))
+    session.run(*check, "plan", session.posargs[0], str(folder))
+    plan, sources = json.loads((folder / "plan.json").read_text()), folder / "sources"
+    package, module = plan["distribution"], plan["distribution"].replace("-", "_")
+
+    build_distributions(session, CORE, *(KERNELS if package == CORE else (package,)))
+    session.run(*check, "contents", package, str(DIST))
+    with tarfile.open(next(DIST.glob(f"{module}-*.tar.gz"))) as archive:
+        archive.extractall(sources, filter="data")
+    tests = sources / f"{module}-{plan['version']}" / "tests"
+    wheels = {name: next(DIST.glob(f"{name.replace('-', '_')}-*.whl")) for name in {CORE, package}}
+    testkit = build_wheels(session, TESTKIT)
+    install_suite(session, package, tests, {**wheels, **testkit})
+    run_suite(session, package, tests)
+
+    if plan["floor"]:
+        oldest = build_wheels(session, CORE, tree=sources / plan["floor"])
+        install_suite(session, package, tests, {**wheels, **testkit, **oldest})
+        run_suite(session, package, tests / QUICK_TESTS)
+    for kernel, tag in plan["kernels"].items():
+        # The tests of then come with the test kit of then.
+        released = build_wheels(session, kernel, TESTKIT, tree=sources / tag)
+        tests = sources / tag / KERNELS[kernel].relative_to(ROOT) / "tests"
+        install_suite(session, kernel, tests, {CORE: wheels[CORE], **released})
+        run_suite(session, kernel, tests / QUICK_TESTS)
+
+    (folder / "dist").mkdir()
+    for file in DIST.glob(f"{module}-*"):
+        shutil.copy(file, folder / "dist")
 
 
 @nox.session(reuse_venv=False)
@@ -282,7 +367,7 @@ def build(session: nox.Session) -> None:
 def alone(session: nox.Session, package: str) -> None:
     """Install one kernel package from dist/ as its users do, and nothing else of this repository."""
     module = package.replace("-", "_")
-    wheels = [next((ROOT / "dist").glob(f"{name}-*.whl"), None) for name in ("tk_kernel_core", module)]
+    wheels = [next(DIST.glob(f"{name}-*.whl"), None) for name in ("tk_kernel_core", module)]
     if None in wheels:
         session.error("dist/ lacks the wheels: run `nox -s build` first")
     install(session, wheels=[wheel for wheel in wheels if wheel], triton=False)
@@ -320,98 +405,6 @@ def bench(session: nox.Session) -> None:
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--installed-only"]
     options += ["-o", "python_files=bench_*.py", "--benchmark-only", "--benchmark-autosave"]
     session.run("pytest", *options, *folders, *session.posargs, env={"TRITON_INTERPRET": None})
-
-
-def install_asv(session: nox.Session) -> None:
-    """Install asv, in sight of the packages of the Python that runs nox: a GPU machine brings its own torch."""
-    # --system-site-packages would pass over those of a virtual environment.
-    seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    for packages in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
-        (packages / "running_python.pth").write_text("\n".join(seen) + "\n")
-    # The last two are for what asks the core about the GPU.
-    session.install("asv", "asv_runner", "virtualenv", "pydantic", "rich", "-c", str(CONSTRAINTS))
-
-
-@nox.session
-def perf(session: nox.Session) -> None:
-    """Record the performance of commits in perf/results; `-- RANGE` as asv takes it, the last commit by default."""
-    install_asv(session)
-    machine = str(session.run("python", "perf/machine.py", silent=True)).split()[-1]
-    what = ["--environment", "virtualenv", "--bench", "^resources|track_size"]
-    if machine != "aot":
-        python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        what = ["--environment", f"system:{python}", "--bench", "^gpu|^host"]
-    folder = ROOT / "perf" / "results" / machine
-    before = {file: file.stat().st_mtime_ns for file in folder.glob("*-*.json")}
-    session.run(*ASV, "run", "--machine", machine, "--show-stderr", *what, *(session.posargs or ["HEAD^!"]))
-    if before == {file: file.stat().st_mtime_ns for file in folder.glob("*-*.json")}:
-        session.error("asv recorded nothing")
-
-
-@nox.session
-def perf_gate(session: nox.Session) -> None:
-    """Judge a commit's speed: `-- BASE HEAD`, then options of asv; exit codes 0, 10, 20, 30 as perf/gate.py has them.
-
-    With BASE and HEAD the same, the same files are measured as if they were two commits: an A/A run.
-    """
-    if len(session.posargs) < 2:
-        session.error("wanted two commits: nox -s perf_gate -- BASE HEAD")
-    install_asv(session)
-
-    def git(*arguments: str, **environment: str) -> str:
-        command = ["git", *arguments]
-        return str(session.run(*command, env=environment, external=True, silent=True, log=False)).strip()
-
-    revisions, options = session.posargs[:2], session.posargs[2:]
-    base, head = (git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}") for revision in revisions)
-    if base == head:
-        # asv keeps one result per commit. This second one is on no branch, and the same in every clone.
-        fixed = {"NAME": "nobody", "EMAIL": "nobody@example.org", "DATE": "2000-01-01T00:00:00Z"}
-        identity = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in fixed.items()}
-        head = git("commit-tree", f"{base}^{{tree}}", "-p", base, "-m", "The same files again", **identity)
-
-    machine = str(session.run("python", "perf/machine.py", silent=True)).split()[-1]
-    # Figures read off machine code are exact. Times need rounds, each in a process of its own.
-    suite, what = "^resources", ["--environment", "virtualenv"]
-    if machine != "aot":
-        python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        suite, what = r"^gpu\.", ["--environment", f"system:{python}", "--attribute", "rounds=3"]
-    if not any(option.startswith(("-b", "--bench")) for option in options):
-        # asv would add a selection to this one.
-        what += ["--bench", suite]
-    results, report = (ROOT / "report" / name for name in ("perf-gate-results", "perf-gate"))
-    shutil.rmtree(results, ignore_errors=True)
-    results.parent.mkdir(exist_ok=True)
-    # asv takes the folder of its configuration for the repository's root.
-    configuration = ROOT / ".asv.gate.conf.json"
-    settings = json.loads((ROOT / "asv.conf.json").read_text())
-    configuration.write_text(json.dumps({**settings, "results_dir": str(results)}))
-    turns = ["--interleave-rounds", "--append-samples", "--show-stderr"]
-    command = [*ASV, "--config", str(configuration), "continuous", base, head, "--machine", machine, *turns, *what]
-    # asv's own exit codes tell a slower benchmark, a failed one and an empty selection: the gate judges all three.
-    session.run(*command, *options, success_codes=[0, 1, 2])
-
-    floor = ROOT / "perf" / "floors" / f"{machine}.json"
-    noise = ["--floor", str(floor)] if floor.exists() else []
-    # The report: perf-gate.md for a pull request, and the same as JSON.
-    files = ["--markdown", f"{report}.md", "--json", f"{report}.json"]
-    session.run("python", "perf/gate.py", base, head, "--results", str(results), *noise, *files, success_codes=VERDICTS)
-    code = json.loads(report.with_suffix(".json").read_text())["exit_code"]
-    if code:
-        # nox itself knows only success and failure.
-        sys.exit(code)
-
-
-@nox.session
-def perf_publish(session: nox.Session) -> None:
-    """Build the site of the performance history in .asv/html; needs npm."""
-    install_asv(session)
-    session.run(*ASV, "publish")
-    modules = Path(session.create_tmp())
-    for name in ("package.json", "package-lock.json"):
-        shutil.copy(ROOT / "perf" / "site" / name, modules)
-    session.run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(modules), external=True)
-    session.run("python", "perf/publish.py", ".asv/html", str(modules / "node_modules"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from nox.project import load_toml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tk_kernel_core.spec import KernelSpec, installed_specs
 
@@ -81,8 +83,15 @@ def test_metadata(package: Path) -> None:
 @each_package
 def test_kernel_metadata(package: Path) -> None:
     project = project_table(package)
-    assert sorted(project["dependencies"]) == ["tk-kernel-core>=0.1,<0.2", "torch>=2.11"]
-    assert "triton" in project["optional-dependencies"]
+    core, torch = map(Requirement, sorted(project["dependencies"]))
+    assert (core.name, str(torch)) == ("tk-kernel-core", "torch>=2.11")
+    # From a release whose tag can be tested to the next that may break.
+    version = Version(project_table(ROOT / "shared" / "tk-kernel-core")["version"])
+    floor, end = sorted(core.specifier, key=lambda specifier: Version(specifier.version))
+    assert (floor.operator, str(end)) == (">=", f"<{version.major}.{version.minor + 1}")
+    assert core.specifier.contains(version)
+    triton = [Requirement(text) for text in project["optional-dependencies"]["triton"]]
+    assert [one.specifier for one in triton if one.name == core.name] == [core.specifier]
     assert project["entry-points"] == {"tk.kernels": {package.name: f"{module_name(package)}._spec:SPEC"}}
 
 
@@ -176,8 +185,8 @@ def test_readme_is_short_lists_every_package_and_names_sessions_that_exist() -> 
         [sys.executable, "-m", "nox", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     sessions = set(re.findall(r"^[*-] (\w+)", listing.stdout, re.MULTILINE))
-    for document in ("README.md", "CONTRIBUTING.md"):
-        commands = re.findall(r"nox -s \"?([a-z ]+)", (ROOT / document).read_text())
+    for document in ("README.md", "CONTRIBUTING.md", "docs/releasing.md"):
+        commands = re.findall(r"nox -s \"?([a-z_ ]+)", (ROOT / document).read_text())
         assert commands
         named = {name for command in commands for name in command.split()}
         assert named <= sessions, document

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ("tk-one", "tk-two")
@@ -21,7 +22,7 @@ EVERYTHING = {"tk-kernel-core", "tk-testkit", "repository", *KERNELS}
         (["packages/tk-one/src/tk_one/_ops.py"], {"tk-one", "repository"}),
         (["packages/tk-one/README.md", "packages/tk-two/tests/test_x.py"], {"tk-one", "tk-two", "repository"}),
         (["docs/kernels/one.md", "README.md", "tests/test_conformance.py"], {"repository"}),
-        ([".github/workflows/ci.yml", "perf/benchmarks/gpu.py"], {"repository"}),
+        ([".github/workflows/ci.yml", "perf/benchmarks/gpu.py", "release/check.py"], {"repository"}),
         (["shared/tk-testkit/src/tk_testkit/close.py"], EVERYTHING),
         (["shared/tk-kernel-core/README.md"], EVERYTHING),
         (["noxfile.py"], EVERYTHING),
@@ -123,3 +124,23 @@ def test_tested_triton_is_left_out_by_exactly_one_line(noxfile: ModuleType, tmp_
     assert len(removed) == 1
     assert removed[0].startswith("triton==")
     assert any(line.startswith("torch==") for line in kept)
+
+
+@pytest.mark.parametrize("failing", [(), ("not compiler",), ("compiler",), ("not compiler", "compiler")])
+def test_both_runs_of_a_suite_take_place_and_either_may_fail_it(noxfile: ModuleType, failing: tuple[str, ...]) -> None:
+    class PytestSession(RecordingSession):
+        def run(self, *command: str, **_: Any) -> str:
+            if command[0] == "python":
+                return "False"
+            self.commands.append(command)
+            if command[command.index("-m") + 1] in failing:
+                raise CommandFailed
+            return ""
+
+    session = PytestSession([])
+    if failing:
+        with pytest.raises(RuntimeError, match="tests of tk-rmsnorm failed"):
+            noxfile.run_suite(session, "tk-rmsnorm", Path("tests"))
+    else:
+        noxfile.run_suite(session, "tk-rmsnorm", Path("tests"))
+    assert [command[command.index("-m") + 1] for command in session.commands] == ["not compiler", "compiler"]
