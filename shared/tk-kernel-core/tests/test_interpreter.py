@@ -173,3 +173,14 @@ def test_corrections_are_made_once() -> None:
     corrected = InterpreterBuilder.cast_impl
     prepare_interpreter()
     assert InterpreterBuilder.cast_impl is corrected
+
+
+def test_the_language_is_replaced_once_for_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    x = torch.randn(BLOCK)
+    first, second = torch.empty(BLOCK), torch.empty(BLOCK)
+    launch("dependent_copy_kernel", first, x, BLOCK=BLOCK)
+    monkeypatch.delattr(interpreter, "_patch_builtin")
+    launch("dependent_copy_kernel", second, x, BLOCK=BLOCK)
+    assert torch.equal(second, first)

@@ -27,7 +27,7 @@ GPU_ROUNDS = 3
 """Kernel and baselines take turns this often, so that a drifting clock favours none of them."""
 
 GPU_ROUND_S = 0.17
-INTERPRETER_ROUND_S = 0.2
+INTERPRETER_ROUND_S = 0.02
 
 
 def environment(setting: Setting, device: DeviceInfo) -> Environment:
