@@ -288,7 +288,7 @@ def test_expressions_reach_scripts_only_as_variables_and_every_variable_is_used(
 def test_the_gate_writes_its_report_where_the_workflow_looks_for_it() -> None:
     gate = (ROOT / ".github" / "workflows" / "perf.yml").read_text()
     assert {*re.findall(r"report/[\w.*-]+", gate)} == {"report/perf-gate.md", "report/perf-gate.*"}
-    assert "perf-gate.md" in (ROOT / "noxfile.py").read_text()
+    assert "perf-gate.md" in (ROOT / "perf" / "sessions.py").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
