@@ -25,7 +25,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "tk kernels"
 html_static_path = ["static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 html_favicon = "static/favicon.svg"
 html_show_copyright = False
 # No page loads anything from elsewhere.
@@ -73,7 +73,9 @@ def escape_bars(_app: Any, _what: str, _name: str, _object: Any, _options: Any, 
 
 def write_mathml(translator: Any, node: Any) -> None:
     """Write a formula in the language that browsers show without a script."""
-    translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    is_block = isinstance(node, nodes.math_block)
+    formula = tex2mathml(node.astext(), as_block=is_block)
+    translator.body.append(f'<div class="formula">{formula}</div>\n' if is_block else formula)
     raise nodes.SkipNode
 
 
