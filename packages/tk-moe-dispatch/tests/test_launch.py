@@ -101,17 +101,17 @@ def test_sorting_is_what_the_hardware_takes(n_slots: int, n_experts: int, target
 
 
 @given(
-    n_rows=st.integers(1, 2**30),
+    n_tokens=st.integers(1, 2**30),
     width=st.integers(1, 2**15),
     bytes_per_element=st.sampled_from([2, 4]),
     target=targets,
 )
-def test_rows_are_moved_16_bytes_at_a_time(n_rows: int, width: int, bytes_per_element: int, target: Target) -> None:
-    config = row_config(n_rows, width, bytes_per_element, target)
-    assert is_power_of_two(config.block_m, config.block_h, config.num_warps)
+def test_rows_are_moved_16_bytes_at_a_time(n_tokens: int, width: int, bytes_per_element: int, target: Target) -> None:
+    config = row_config(n_tokens, width, bytes_per_element, target)
+    assert is_power_of_two(config.block_t, config.block_h, config.num_warps)
     threads = config.num_warps * target.warp_size
-    assert config.block_m * config.block_h * bytes_per_element == 16 * threads
-    assert config.n_programs == -(-n_rows // config.block_m) * -(-width // config.block_h)
+    assert config.block_t * config.block_h * bytes_per_element == 16 * threads
+    assert config.n_programs == -(-n_tokens // config.block_t) * -(-width // config.block_h)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -127,4 +127,11 @@ def test_tiles_grow_with_the_rows_of_an_expert(model: str) -> None:
 
 
 def test_one_tile_of_rows_serves_an_expert_with_half_as_many_again_as_the_average() -> None:
-    assert [rows_per_tile(8 * rows, 8, H200) for rows in (1, 10, 11, 21, 22, 42, 43)] == [16, 16, 32, 32, 64, 64, 128]
+    average = 1, 10, 11, 21, 22, 42, 43, 96, 200
+    assert [rows_per_tile(8 * rows, 8, 14_336, H200) for rows in average] == [16, 16, 32, 32, 64, 64, 128, 128, 128]
+
+
+def test_tiles_are_lower_where_one_and_a_half_would_be_taken_of_a_few_wide_experts() -> None:
+    assert rows_per_tile(8 * 128, 8, 14_336, H200) == 64
+    # Of many experts, programs go through so many tiles that those of one expert are no longer read together.
+    assert rows_per_tile(256 * 128, 256, 2048, H200) == 128

@@ -29,7 +29,7 @@ from tk_moe_dispatch._plans import (
     Plan,
     combination,
     contiguous,
-    gather_plan,
+    ordering,
     planned,
     rows_of,
     schedule_plan,
@@ -228,7 +228,7 @@ def experts_plan(
 
         return stream
     schedule = schedule_plan(topk_ids, expert_map, n_experts, capacity, config.up.block_m)
-    gather = None if config.gathers else gather_plan(x, n_slots, top_k)
+    order = None if config.gathers else ordering(x, top_k, n_experts)
     to_h, to_slots = products(
         config, x, n_slots, top_k, gate, up, down, gate_bias, down_bias, activation, scatters=True
     )
@@ -243,9 +243,9 @@ def experts_plan(
             up = gate
         elif descriptors:
             gate, up, down = aligned(gate, up, down)
-        sorted_slots, _, positions, tiles = schedule(ids, expert_map)
-        if gather is not None:
-            x = gather(x, sorted_slots)
+        sorted_slots, offsets, positions, tiles = schedule(ids, expert_map)
+        if order is not None:
+            x = order(x, positions, offsets)
         h, rows = new_h(), new_rows()
         to_h(h, x, tiles, sorted_slots, gate, up, None, gate_bias, up_bias)
         to_slots(rows, h, tiles, sorted_slots, down, down, weights.contiguous(), down_bias)

@@ -4,9 +4,9 @@ A slot is one of the top_k choices of a token, number token * top_k + choice. A 
 order of experts, and `slots` says which slot a row is. `tiles` is int32 [n, 4]: expert, first row, end of the expert's
 rows, and the number of tiles.
 
-Weights are [experts, n, k] with neighbouring elements along k. Where SwiGLU follows there are two of them, for gate
+Weights are [experts, N, K] with neighbouring elements along K. Where SwiGLU follows there are two of them, for gate
 and up, with the same strides: halves of one tensor, for instance, or its even and odd rows. Else the second is not
-read. Biases are [experts, n], two of them with the same strides likewise.
+read. Biases are [experts, N], two of them with the same strides likewise.
 """
 
 import triton
@@ -38,24 +38,24 @@ def place(index, n_row_tiles, n_feature_tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _load_step(row_ptrs, start, k, WHOLE_STEPS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load BLOCK_K columns from `start` on; what lies beyond k, unless these are WHOLE_STEPS, counts as 0."""
+def _load_step(row_ptrs, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load BLOCK_K columns from `start` on; what lies beyond K counts as 0."""
     columns = start + tl.arange(0, BLOCK_K)[None, :]
-    if WHOLE_STEPS:
+    if K % BLOCK_K == 0:
         return tl.load(row_ptrs + columns)
     else:
-        return tl.load(row_ptrs + columns, mask=columns < k, other=0.0)
+        return tl.load(row_ptrs + columns, mask=columns < K, other=0.0)
 
 
 @triton.jit
-def _load_weight(weight, offsets, expert, first_feature, start, k, WHOLE_STEPS: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_weight(weight, offsets, expert, first_feature, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load [BLOCK_N, BLOCK_K] of an expert's weight, a descriptor where offsets is None."""
     if offsets is None:
         # What lies beyond the tensor is 0.
         w = weight.load([expert, first_feature, start])
         return tl.reshape(w, [w.shape[1], w.shape[2]])
     else:
-        return _load_step(weight + offsets, start, k, WHOLE_STEPS, BLOCK_K)
+        return _load_step(weight + offsets, start, K, BLOCK_K)
 
 
 @triton.jit
@@ -79,10 +79,9 @@ def _multiply(
     stride_x,
     stride_expert,
     stride_feature,
-    n,
-    k,
     top_k,
-    WHOLE_STEPS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
     JOINED: tl.constexpr,
@@ -103,7 +102,7 @@ def _multiply(
         x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
     offsets = None
     if not DESCRIPTORS:
-        features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), n - 1)
+        features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), N - 1)
         offsets = expert.to(tl.int64) * stride_expert + features.to(tl.int64)[:, None] * stride_feature
     if JOINED:
         total = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
@@ -112,9 +111,9 @@ def _multiply(
     else:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_total = total
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if X_BY_POINTER:
-            x_tile = _load_step(x_ptrs, start, k, WHOLE_STEPS, BLOCK_K)
+            x_tile = _load_step(x_ptrs, start, K, BLOCK_K)
         else:
             x_tile = x.load([first_row, start])
         if JOINED:
@@ -122,10 +121,10 @@ def _multiply(
             both = weight.load([expert, 0, first_feature, start])
             total = _accumulate(total, x_tile, tl.reshape(both, [2 * BLOCK_N, BLOCK_K]), SWAPPED)
         else:
-            w = _load_weight(weight, offsets, expert, first_feature, start, k, WHOLE_STEPS, BLOCK_K)
+            w = _load_weight(weight, offsets, expert, first_feature, start, K, BLOCK_K)
             total = _accumulate(total, x_tile, w, SWAPPED)
         if GATED and not JOINED:
-            w = _load_weight(up_weight, offsets, expert, first_feature, start, k, WHOLE_STEPS, BLOCK_K)
+            w = _load_weight(up_weight, offsets, expert, first_feature, start, K, BLOCK_K)
             up_total = _accumulate(up_total, x_tile, w, SWAPPED)
     if JOINED:
         return tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1)))
@@ -144,7 +143,7 @@ def add_bias(values, bias_ptr, expert, features, stride_bias, step_bias, n):
     return values
 
 
-@triton.jit(do_not_specialize=["n_units", "k_units", "top_k"])
+@triton.jit(do_not_specialize=["top_k"])
 def expert_gemm_kernel(
     out_ptr,
     x,
@@ -160,14 +159,12 @@ def expert_gemm_kernel(
     stride_feature,
     stride_bias,
     step_bias,
-    n_units,
-    k_units,
     top_k,
     alpha,
     beta,
     limit,
-    UNIT: tl.constexpr,
-    WHOLE_STEPS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     GATED: tl.constexpr,
@@ -187,13 +184,11 @@ def expert_gemm_kernel(
     GATHER: rows of x are tokens, stride_x apart, else sorted rows. GATED: out is SwiGLU of the products with weight and
     up_weight. SCATTER: rows of out are slots, else sorted rows; each is multiplied by its element of routing, if that
     is given. SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time.
-    n and k come in UNITs, which show the compiler how wide it may store. WHOLE_STEPS: k is a multiple of BLOCK_K.
     Weights are DESCRIPTORS of blocks [1, BLOCK_N, BLOCK_K], and x, unless gathered, of blocks [BLOCK_M, BLOCK_K]; or
-    all are pointers. JOINED: weight is one of both, [experts, 2, n, k], of blocks [1, 2, BLOCK_N, BLOCK_K]. out is
+    all are pointers. JOINED: weight is one of both, [experts, 2, N, K], of blocks [1, 2, BLOCK_N, BLOCK_K]. out is
     contiguous.
     """
-    n, k = n_units * UNIT, k_units * UNIT
-    n_feature_tiles = tl.cdiv(n, BLOCK_N)
+    n_feature_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     wait_for_predecessor(DEPENDENT_LAUNCH)
     n_row_tiles = tl.load(tiles_ptr + 3)
     for index in tl.range(tl.program_id(0), n_row_tiles * n_feature_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -213,10 +208,9 @@ def expert_gemm_kernel(
             stride_x,
             stride_expert,
             stride_feature,
-            n,
-            k,
             top_k,
-            WHOLE_STEPS,
+            N,
+            K,
             GATHER,
             GATED,
             JOINED,
@@ -228,9 +222,9 @@ def expert_gemm_kernel(
             STAGES,
         )
         features = feature_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        total = add_bias(total, bias_ptr, expert, features, stride_bias, step_bias, n)
+        total = add_bias(total, bias_ptr, expert, features, stride_bias, step_bias, N)
         if GATED:
-            up_total = add_bias(up_total, up_bias_ptr, expert, features, stride_bias, step_bias, n)
+            up_total = add_bias(up_total, up_bias_ptr, expert, features, stride_bias, step_bias, N)
             total = swiglu(total, up_total, alpha, beta, limit)
         rows = first_row + tl.arange(0, BLOCK_M)[:, None]
         row_exists = rows < end_row
@@ -238,5 +232,5 @@ def expert_gemm_kernel(
             rows = tl.load(slots_ptr + rows, mask=row_exists, other=0)
         if routing_ptr is not None:
             total *= tl.load(routing_ptr + rows, mask=row_exists, other=0.0).to(tl.float32)
-        out_ptrs = out_ptr + rows.to(tl.int64) * n + features
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_exists & (features < n))
+        out_ptrs = out_ptr + rows.to(tl.int64) * N + features
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_exists & (features < N))

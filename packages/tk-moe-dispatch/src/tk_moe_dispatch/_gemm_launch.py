@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 _ELEMENTS_PER_THREAD = 8
 """Of 16 bits, in the 16 bytes of one load."""
 
+_FEATURES = 128
+"""Of gate, and as many of up, in a tile of many rows."""
+
 _Tile = tuple[int, int, bool, int, int, int]
 """block_n, block_k, swapped, stages, warps, and programs that share a multiprocessor."""
 
@@ -121,13 +124,13 @@ def experts_config(
     # Slots that meet at an expert read it twice.
     if n_tokens == 1 or 8 * n_slots <= n_experts:
         return StreamedExperts(stream_config(hidden_size, True, target), stream_config(ffn_size, False, target))
-    block_m = rows_per_tile(n_slots, n_experts, target)
+    block_m = rows_per_tile(n_slots, n_experts, ffn_size, target)
     up = gemm_config(block_m, n_slots, n_experts, ffn_size, True, descriptors, joined, target)
     down = gemm_config(block_m, n_slots, n_experts, hidden_size, False, descriptors, False, target)
     return SortedExperts(block_m <= 32 or not up.descriptors, up, down)
 
 
-def rows_per_tile(n_rows: int, n_experts: int, target: Target) -> int:
+def rows_per_tile(n_rows: int, n_experts: int, n: int, target: Target) -> int:
     """Choose the sorted rows per tile.
 
     A tile that is not full multiplies in vain, and a second one for an expert reads its weights again.
@@ -135,12 +138,20 @@ def rows_per_tile(n_rows: int, n_experts: int, target: Target) -> int:
     Args:
         n_rows: Sorted rows.
         n_experts: Experts.
+        n: Features of the first product.
         target: The GPU.
     """
+    average = n_rows / n_experts
+    if target.backend == "hip":
+        largest = 64
+    elif 96 < average <= 192 and n_rows / 48 * (n / _FEATURES) < 24 * target.compute_units:
+        # Two tiles and a half for an expert instead of one and a half twice as high: fewer rows in vain. Those of an
+        # expert find its weights in L2 as long as programs keep step, which they do for some tiles, and not for many.
+        largest = 64
+    else:
+        largest = 128
     # Experts have more rows than the average, and fewer: half as many again are enough for most.
-    wanted = 1.5 * n_rows / n_experts
-    largest = 64 if target.backend == "hip" else 128
-    return next((size for size in (16, 32, 64) if wanted <= size), largest)
+    return next((size for size in (16, 32, 64) if 1.5 * average <= size), largest)
 
 
 def gemm_config(
@@ -160,8 +171,8 @@ def gemm_config(
     """
     # Elsewhere Triton makes loads of them, and slower ones than it makes of pointers.
     descriptors &= target.is_hopper_or_later
-    # Fewer rows are no reason to read them once.
-    joined &= descriptors and block_m == 128
+    # Of fewer rows, what is read twice is small.
+    joined &= descriptors and block_m >= 64
     tile: _Tile
     if target.backend == "hip":
         # Without copies that bypass registers, further stages only take registers and LDS. Swapped, and with 8 results
@@ -176,10 +187,12 @@ def gemm_config(
         tile = (64 if gated else 128, 128, True, 5, 4, 1)
     elif block_m == 32:
         tile = (128, 128, True, 3 if gated else 5, 8, 1)
+    elif gated and block_m == 64:
+        tile = (_FEATURES, 64, not joined, 5, 4 if joined else 8, 1)
     elif gated:
-        tile = (128, 64, block_m == 64, 5 if block_m == 64 else 3 if joined else 4, 8, 1)
+        tile = (_FEATURES, 64, False, 3 if joined else 4, 8, 1)
     else:
-        tile = (256, 64, False, 4, 8, 1)
+        tile = (2 * _FEATURES, 64, False, 5 if block_m == 64 else 3, 8, 1)
     block_n, block_k, swapped, stages, num_warps, programs_per_unit = tile
     if target.arch != 90:
         # Beyond Hopper, more of them spill a few bytes.
@@ -190,7 +203,7 @@ def gemm_config(
         block_n,
         block_k,
         swapped,
-        8 if block_m >= 128 else 32,
+        32 if block_m <= 32 else 8 if gated or block_m == 64 else 4,
         stages,
         num_warps,
         descriptors and (joined or not gated) and target.arch == 90,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from tk_kernel_core.launch import Kernel, PreparedLaunch
@@ -72,7 +71,6 @@ def gemm_launch(
         activation: Of SwiGLU.
     """
     n, k = weight.shape[-2:]
-    unit = math.gcd(16, n, k)
     blocks: dict[str, tuple[int, ...]] = {}
     if config.descriptors:
         block = (1, config.block_n, config.block_k)
@@ -82,10 +80,10 @@ def gemm_launch(
     return PreparedLaunch(
         _GEMM,
         (config.n_programs, 1, 1),
-        (x.stride(0), weight.stride(0), weight.stride(-2), *_strides(bias), n // unit, k // unit, top_k, *activation),
+        (x.stride(0), weight.stride(0), weight.stride(-2), *_strides(bias), top_k, *activation),
         {
-            "UNIT": unit,
-            "WHOLE_STEPS": k % config.block_k == 0,
+            "N": n,
+            "K": k,
             "GATHER": gathers,
             "SCATTER": scatters,
             "GATED": gated,

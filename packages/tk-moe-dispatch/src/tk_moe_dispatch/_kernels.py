@@ -160,34 +160,45 @@ def tiles_kernel(
     _write_tiles(tiles_ptr, starts, tl.maximum(starts, ends), n_tiles, block_m, BLOCK_E, BLOCK_TILES)
 
 
-@triton.jit(do_not_specialize=["n_rows", "stride_x", "stride_out", "top_k"])
+@triton.jit(do_not_specialize=["n_tokens", "stride_x", "stride_out", "n_experts"])
 def permute_kernel(
     out_ptr,
     x_ptr,
-    sorted_ptr,
-    n_rows,
+    positions_ptr,
+    offsets_ptr,
+    n_tokens,
     stride_x,
     stride_out,
-    top_k,
+    n_experts,
     ALIGNMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TOP_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """out[row] = x[sorted[row] // top_k], and zeros where sorted is -1.
+    """out[positions[slot]] = x[slot // TOP_K], and zeros from row offsets[n_experts] on; positions below 0 are none.
 
-    Rows of x are stride_x * ALIGNMENT elements apart, those of out, as many as they have, stride_out * ALIGNMENT.
+    A token is read once, and written once for each of its slots. Rows of x are stride_x * ALIGNMENT elements apart,
+    those of out, as many as they have, stride_out * ALIGNMENT.
     """
     width = stride_out * ALIGNMENT
     n_tiles_h = tl.cdiv(width, BLOCK_H)
-    rows = tl.program_id(0) // n_tiles_h * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
+    tokens = tl.program_id(0) // n_tiles_h * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     columns = tl.program_id(0) % n_tiles_h * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-    mask = (rows < n_rows) & (columns < width)
+    is_token, is_column = tokens < n_tokens, columns < width
     wait_for_predecessor(DEPENDENT_LAUNCH)
-    slots = tl.load(sorted_ptr + rows, mask=rows < n_rows, other=-1)
-    x_ptrs = x_ptr + (slots // top_k).to(tl.int64) * stride_x * ALIGNMENT + columns
-    x = tl.load(x_ptrs, mask=mask & (slots >= 0), other=0.0)
-    tl.store(out_ptr + rows.to(tl.int64) * stride_out * ALIGNMENT + columns, x, mask=mask)
+    x_ptrs = x_ptr + tokens.to(tl.int64) * stride_x * ALIGNMENT + columns
+    x = tl.load(x_ptrs, mask=is_token & is_column, other=0.0)
+    n_rows = tl.load(offsets_ptr + n_experts)
+    for choice in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
+        slots = tokens * TOP_K + choice
+        rows = tl.load(positions_ptr + slots, mask=is_token, other=-1)
+        out_ptrs = out_ptr + rows.to(tl.int64) * stride_out * ALIGNMENT + columns
+        tl.store(out_ptrs, x, mask=(rows >= 0) & is_column)
+        # There are as many rows as slots: a row without a slot is the task of the slot of its number.
+        out_ptrs = out_ptr + slots.to(tl.int64) * stride_out * ALIGNMENT + columns
+        tl.store(out_ptrs, tl.zeros_like(x), mask=is_token & (slots >= n_rows) & is_column)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "stride"])

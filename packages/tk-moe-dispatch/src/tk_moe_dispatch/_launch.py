@@ -82,14 +82,14 @@ class RowConfig:
     """How `permute_kernel` or `combine_kernel` is launched.
 
     Attributes:
-        block_m: Rows per tile.
+        block_t: Tokens per tile.
         block_h: Columns per tile.
         num_warps: Warps per program.
         n_programs: Programs in the grid, one a tile.
         dependent_launch: As in `LogitsConfig`.
     """
 
-    block_m: int
+    block_t: int
     block_h: int
     num_warps: int
     n_programs: int
@@ -166,19 +166,19 @@ def schedule_config(n_slots: int, n_experts: int, target: Target) -> ScheduleCon
     return ScheduleConfig(chunk, -(-n_slots // chunk), block_e, block_c, block_j, num_warps, target.is_hopper_or_later)
 
 
-def row_config(n_rows: int, width: int, bytes_per_element: int, target: Target) -> RowConfig:
-    """Choose how rows are gathered or combined.
+def row_config(n_tokens: int, width: int, bytes_per_element: int, target: Target) -> RowConfig:
+    """Choose how tokens are brought into order, or combined.
 
     Args:
-        n_rows: Rows of the result.
-        width: Elements in a row.
-        bytes_per_element: Of the result.
+        n_tokens: Tokens.
+        width: Elements of one.
+        bytes_per_element: Of what is written.
         target: The GPU.
     """
-    # 16 bytes a thread; half of them as long as that fills more of the GPU.
+    # 16 bytes a thread, of a token's choices at a time.
     elements = 16 // bytes_per_element
     threads = 128
     block_h = min(next_power_of_two(width), elements * threads)
-    block_m = max(1, elements * threads // block_h)
-    n_programs = -(-n_rows // block_m) * -(-width // block_h)
-    return RowConfig(block_m, block_h, target.warps(threads), n_programs, target.is_hopper_or_later)
+    block_t = max(1, elements * threads // block_h)
+    n_programs = -(-n_tokens // block_t) * -(-width // block_h)
+    return RowConfig(block_t, block_h, target.warps(threads), n_programs, target.is_hopper_or_later)

@@ -16,7 +16,7 @@ from tk_moe_dispatch._gemm_plans import PLAIN, Activation
 from tk_moe_dispatch._packed import PackedExperts, bits_of
 from tk_moe_dispatch._packed_checks import check_fused_packed_experts
 from tk_moe_dispatch._packed_launch import PackedConfig, packed_layer_config
-from tk_moe_dispatch._plans import Plan, combination, contiguous, gather_plan, planned, rows_of, schedule_plan
+from tk_moe_dispatch._plans import Plan, combination, contiguous, ordering, planned, rows_of, schedule_plan
 from tk_moe_dispatch._reference import expert_capacity, fused_experts_torch, gate_and_up
 
 _KERNEL = Kernel("tk_moe_dispatch._packed_kernels", "packed_experts_kernel")
@@ -91,7 +91,7 @@ def fused_packed_experts_plan(
         new_positions = allocator((n_slots,), torch.int32, device)
         new_rows = allocator((n_slots, width), x.dtype, device)
         schedule = schedule_plan(topk_ids, expert_map, n_experts, capacity, config.up.block_m) if is_sorted else None
-        gather = gather_plan(new_arranged(), n_slots, top_k) if is_sorted and not gathers else None
+        order = ordering(new_arranged(), top_k, n_experts) if is_sorted and not gathers else None
         combine = combination(n_tokens, top_k, width, x.dtype, device, is_sorted=is_sorted)
         apply_shared = None if shared_w13 is None else shared_plan(rows, shared_w13, shared_w2, layout, activation)
 
@@ -102,17 +102,17 @@ def fused_packed_experts_plan(
             shared = None if apply_shared is None else apply_shared(x, shared_w13, shared_w2)
             if schedule is None:
                 slots, tiles, positions = ids.contiguous(), None, new_positions()
-                marks = positions
+                offsets, marks = None, positions
             else:
-                slots, _, positions, tiles = schedule(ids, expert_map)
+                slots, offsets, positions, tiles = schedule(ids, expert_map)
                 marks = None
             counter = partial = None
             if n_counters:
                 counter, partial = new_counter(), new_partial()
             arranged, h, out = new_arranged(), new_h(), new_rows()
             arrange(arranged, None, counter, x)
-            if gather is not None:
-                arranged = gather(arranged, slots)
+            if order is not None:
+                arranged = order(arranged, positions, offsets)
             biases = (None, None) if w13_bias is None else gate_and_up(w13_bias, layout, axis=-1)
             to_h(h, arranged, *w13, slots, tiles, expert_map, marks, *biases)
             to_slots(out, h, *w2, slots, tiles, expert_map, None, w2_bias, None, partial, counter)

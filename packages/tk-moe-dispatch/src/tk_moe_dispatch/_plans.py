@@ -25,12 +25,13 @@ from tk_moe_dispatch._checks import (
 )
 from tk_moe_dispatch._launch import (
     LONGEST_ROW,
+    RowConfig,
     max_tiles,
     row_config,
     schedule_config,
 )
 from tk_moe_dispatch._reference import (
-    gather_rows_torch,
+    permute_tokens_torch,
     schedule_torch,
     unpermute_tokens_torch,
 )
@@ -149,56 +150,69 @@ def permutation_plan(indices: Any, num_experts: Any) -> Plan:
 
 
 def permute_plan(hidden: Any, indices: Any, num_experts: Any) -> Plan:
-    """Return the function that gathers tokens like these in the order of their experts."""
+    """Return the function that brings tokens like these into the order of their experts."""
 
     def make() -> Plan:
         check_permutation(hidden, indices, num_experts)
-        top_k, n_slots = indices.shape[-1], indices.numel()
+        if hidden.numel() == 0 or indices.numel() == 0 or backend_of("hidden", hidden) == "reference":
+            return lambda hidden, indices: permute_tokens_torch(hidden, indices, num_experts)
         schedule = permutation_plan(indices, num_experts)
-        gather = gather_plan(hidden, n_slots, top_k, torch.int64)
+        order = ordering(rows_of(hidden), indices.shape[-1], num_experts)
 
         def permute(hidden: Any, indices: Any) -> Any:
             sorted_idx, offsets, restore_idx = schedule(indices)
-            return gather(hidden, sorted_idx), offsets, sorted_idx, restore_idx
+            return order(rows_of(hidden), restore_idx, offsets), offsets, sorted_idx, restore_idx
 
         return permute
 
     return planned(("permute", num_experts), (hidden, indices), make)
 
 
-def gather_plan(hidden: Any, n_rows: int, top_k: int, dtype: torch.dtype = torch.int32) -> Plan:
-    """Return the function that gathers, for sorted slots of a dtype, their tokens; zeros for -1."""
+def ordering(rows: torch.Tensor, top_k: int, num_experts: int) -> Plan:
+    """Return the function that brings tokens into the order of their experts.
 
-    def make() -> Plan:
-        if hidden.numel() == 0 or n_rows == 0 or backend_of("hidden", hidden) == "reference":
-            return lambda hidden, sorted_slots: gather_rows_torch(hidden, sorted_slots, top_k)
-        rows = rows_of(hidden)
-        width, stride = rows.shape[1], row_stride(rows)
-        unit = math.gcd(16, width, stride)
-        config = row_config(n_rows, width, hidden.element_size(), launch_target(hidden.device))
-        launch = PreparedLaunch(
-            _PERMUTE,
-            (config.n_programs, 1, 1),
-            (n_rows, stride // unit, width // unit, top_k),
-            {
-                "ALIGNMENT": unit,
-                "BLOCK_M": config.block_m,
-                "BLOCK_H": config.block_h,
-                "DEPENDENT_LAUNCH": config.dependent_launch,
-            },
-            hidden.device,
-            **backend_options(config.num_warps, config.dependent_launch),
-        )
-        new_rows = allocator((n_rows, width), hidden.dtype, hidden.device)
+    Args:
+        rows: Tokens [T, H] with neighbouring elements in a row.
+        top_k: Slots per token.
+        num_experts: Experts here.
 
-        def gather(hidden: Any, sorted_slots: Any) -> Any:
-            out = new_rows()
-            launch(out, rows_of(hidden), sorted_slots)
-            return out
+    Returns:
+        A function of tokens, and of positions and offsets as `schedule_plan` gives them. It returns [T * top_k, H]:
+        the token of every sorted row, zeros in rows that there are not.
+    """
+    (n_tokens, width), stride = rows.shape, row_stride(rows)
+    unit = math.gcd(16, width, stride)
+    config = row_config(n_tokens, width, rows.element_size(), launch_target(rows.device))
+    launch = PreparedLaunch(
+        _PERMUTE,
+        (config.n_programs, 1, 1),
+        (n_tokens, stride // unit, width // unit, num_experts),
+        {
+            "ALIGNMENT": unit,
+            "TOP_K": top_k,
+            **_tile(config, top_k),
+        },
+        rows.device,
+        **backend_options(config.num_warps, config.dependent_launch),
+    )
+    new_rows = allocator((n_tokens * top_k, width), rows.dtype, rows.device)
 
-        return gather
+    def order(rows: Any, positions: Any, offsets: Any) -> Any:
+        out = new_rows()
+        launch(out, rows, positions, offsets)
+        return out
 
-    return planned(("gather", n_rows, top_k, dtype), (hidden,), make)
+    return order
+
+
+def _tile(config: RowConfig, top_k: int) -> dict[str, Any]:
+    return {
+        # What is on its way at a time.
+        "UNROLL": min(top_k, 8),
+        "BLOCK_T": config.block_t,
+        "BLOCK_H": config.block_h,
+        "DEPENDENT_LAUNCH": config.dependent_launch,
+    }
 
 
 def unpermute_plan(expert_outputs: Any, weights: Any, restore_idx: Any, num_tokens: Any, top_k: Any) -> Plan:
@@ -247,11 +261,7 @@ def combination(
             "ALIGNMENT": unit,
             "TOP_K": top_k,
             "SORTED": is_sorted,
-            # What is loaded at a time.
-            "UNROLL": min(top_k, 8),
-            "BLOCK_T": config.block_m,
-            "BLOCK_H": config.block_h,
-            "DEPENDENT_LAUNCH": config.dependent_launch,
+            **_tile(config, top_k),
         },
         device,
         **backend_options(config.num_warps, config.dependent_launch),

@@ -61,7 +61,7 @@ def grouped_gemm_plan(tokens: Any, weights: Any, expert_offsets: Any, num_expert
         if tokens.numel() == 0 or weights.numel() == 0 or backend_of("tokens", tokens) == "reference":
             return lambda tokens, weights, offsets: grouped_gemm_torch(tokens, weights, offsets, num_experts)
         (n_rows, n), target = (tokens.shape[0], weights.shape[1]), launch_target(tokens.device)
-        block_m = rows_per_tile(n_rows, num_experts, target)
+        block_m = rows_per_tile(n_rows, num_experts, n, target)
         (weight,), rows = in_rows(weights), tokens.contiguous()
         descriptors = take_descriptors(rows, weight)
         config = gemm_config(block_m, n_rows, num_experts, n, False, descriptors, False, target)
@@ -152,7 +152,7 @@ def _sorted_rows_plan(
     gate, up = in_rows(gate, up)
     (down,) = in_rows(down)
     descriptors = take_descriptors(permuted.contiguous(), gate, up, down)
-    block_m = rows_per_tile(n_rows, num_experts, target)
+    block_m = rows_per_tile(n_rows, num_experts, ffn_size, target)
     config = SortedExperts(
         False,
         gemm_config(block_m, n_rows, num_experts, ffn_size, True, descriptors, False, target),
