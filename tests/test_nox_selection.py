@@ -123,3 +123,11 @@ def test_tested_triton_is_left_out_by_exactly_one_line(noxfile: ModuleType, tmp_
     assert len(removed) == 1
     assert removed[0].startswith("triton==")
     assert any(line.startswith("torch==") for line in kept)
+
+
+def test_site_without_a_browser_fails_and_says_what_to_install(
+    noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noxfile.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="one of chromium, .* is found; on Debian by `apt-get install chromium`"):
+        noxfile.site(RecordingSession([]))
