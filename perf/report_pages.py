@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mode
+from typing import Any
 
-from reports import ROOT, kept, made_in_words, measured
+from reports import ROOT, WHOLE_MODEL, kept, made_in_words, measured
 from tk_kernel_core.plot import roofline_png
 from tk_kernel_core.report import NOTHING, microseconds, notes, params_in_words, percent_of_roof, ratio, scaled
 from tk_kernel_core.results import BaselineResult, BenchResult, Report
@@ -21,9 +24,16 @@ PAGES = """
 ```{toctree}
 :maxdepth: 1
 
-PACKAGES
+PAGES
 ```
 """
+MODELS = """# Whole models, measured
+
+What {doc}`the last example </examples>` says of models whose modules are replaced step by step. It tells how the
+figures come about. × eager and × compiled give the speed over that of the model as it was: above 1 is faster.
+
+"""
+NO_REPORT = "No report has been recorded yet.\n"
 HOW_TO_READ = """{doc}`How to read these tables <index>`, {doc}`how the figures are made </roofline>`, and what the
 kernels do, {doc}`in their guide </kernels/GUIDE>`.
 
@@ -41,8 +51,11 @@ def write_pages(folder: Path, packages: Sequence[str]) -> None:
     for file in folder.iterdir():
         file.unlink()
     table = measured() or "Nothing has been recorded yet.\n"
-    names = "\n".join(packages)
-    (folder / "index.md").write_text(INDEX + table + PAGES.replace("PACKAGES", names), encoding="utf-8")
+    names = "\n".join((*packages, WHOLE_MODEL))
+    (folder / "index.md").write_text(INDEX + table + PAGES.replace("PAGES", names), encoding="utf-8")
+    models = [files[WHOLE_MODEL] for files in kept(WHOLE_MODEL).values() if files]
+    text = "".join(whole_models(json.loads(file.read_text(encoding="utf-8"))) for file in models)
+    (folder / f"{WHOLE_MODEL}.md").write_text(MODELS + (text or NO_REPORT), encoding="utf-8")
     machines = kept()
     for package in packages:
         files = {machine: files[package] for machine, files in machines.items() if package in files}
@@ -52,9 +65,7 @@ def write_pages(folder: Path, packages: Sequence[str]) -> None:
             figure = f"{package}-{machine}.png"
             (folder / figure).write_bytes(roofline_png(report))
             text += section(report, figure, str(file.relative_to(ROOT)))
-        if not files:
-            text += f"No report has been recorded yet. On a GPU, `tk-kernels bench {package}` makes one.\n"
-        (folder / f"{package}.md").write_text(text, encoding="utf-8")
+        (folder / f"{package}.md").write_text(text if files else text + NO_REPORT, encoding="utf-8")
 
 
 def section(report: Report, figure: str, file: str) -> str:
@@ -85,6 +96,27 @@ def section(report: Report, figure: str, file: str) -> str:
     return "\n".join(parts)
 
 
+def whole_models(report: Mapping[str, Any]) -> str:
+    """Return what the page on whole models says of one report of docs/examples/llama_decode.py."""
+    settings, rows = report["settings"], report["rows"]
+    speeds = {(row["model"], row["how"], row["batch"]): row for row in rows if row["step"] == "as it was"}
+    lines = []
+    for row in rows:
+        line = [row["model"], row["step"], row["how"], str(row["batch"])]
+        for kind in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+            others = (speeds.get((row["model"], how, row["batch"])) for how in ("eager", "torch.compile"))
+            ratios = [f"{row[kind] / other[kind]:.2f}" if other else NOTHING for other in others]
+            line.append("<br>".join((f"{row[kind]:,.0f}", *ratios)))
+        memory = (f"{row[size] / 1e9:.3g} GB" for size in ("weight_bytes", "peak_bytes"))
+        lines.append([*line, "<br>".join(memory), f"{row['logit_difference']:.2g}"])
+    speed = "tokens/s<br>× eager<br>× compiled"
+    columns = ["model", "step", "how", ">batch", f">prefill {speed}", f">decode {speed}"]
+    columns += [">weights<br>peak", ">logits<br>differ by"]
+    made = f"{made_in_words(report['provenance'])}, transformers {report['provenance']['transformers']}"
+    sizes = f"prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new ones, {settings['dtype']}"
+    return f"## {report['provenance']['hardware']}\n\n{made}; {sizes}.\n\n{_table(columns, lines)}\n"
+
+
 def _times(results: Sequence[BenchResult]) -> str:
     names = _baselines(results, lambda baseline: baseline.timing is not None or baseline.bar is not None)
     rows = []
@@ -110,13 +142,21 @@ def _host(results: Sequence[BenchResult]) -> str:
     return _table(["case", ">host time", *(f">× {name}" for name in names)], rows) if rows else ""
 
 
-def _cases(results: Iterable[BenchResult]) -> str:
-    return "".join(
-        f"- `{result.case}`: {result.source}; {params_in_words(result.params)}; "
-        f"{scaled(result.cost.bytes_moved, 'B')} and {scaled(result.cost.flops, 'FLOP')}, "
-        f"at least {microseconds(result.placement.roof_us)}, bound by {result.placement.bound}\n"
-        for result in results
-    )
+def _cases(results: Sequence[BenchResult]) -> str:
+    """Return a list of the cases, with the parameters in which they are not as most others."""
+    names = dict.fromkeys(name for result in results for name in result.params)
+    usual = {name: mode(result.params.get(name) for result in results) for name in names}
+    lines = [f"Unless it is said otherwise: {params_in_words(usual)}.\n\n"]
+    for result in results:
+        own = {name: value for name, value in result.params.items() if value != usual[name]}
+        parts = (
+            result.source,
+            params_in_words(own),
+            f"{scaled(result.cost.bytes_moved, 'B')} and {scaled(result.cost.flops, 'FLOP')}",
+            f"at least {microseconds(result.placement.roof_us)}, bound by {result.placement.bound}",
+        )
+        lines.append(f"- `{result.case}`: {'; '.join(filter(None, parts))}\n")
+    return "".join(lines)
 
 
 def _baselines(results: Iterable[BenchResult], wanted: Callable[[BaselineResult], bool]) -> list[str]:

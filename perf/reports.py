@@ -1,10 +1,11 @@
-"""Keep reports of `tk-kernels bench`, and write the table of README.md from what is kept.
+"""Keep reports of measurements, and write the table of README.md from what is kept.
 
-    python3 perf/reports.py bench.json... [--commit REV]   # keep reports of a GPU, then write the table
-    python3 perf/reports.py                                # write the table
+    python3 perf/reports.py report.json... [--commit REV]   # keep reports of a GPU, then write the table
+    python3 perf/reports.py                                 # write the table
 
-A report is kept as perf/reports/MACHINE/PACKAGE.json, whole but for the samples behind each median, which are most of
-it. The documentation's pages on performance are made from the same files. Needs nothing installed.
+A report of `tk-kernels bench --json` is kept as perf/reports/MACHINE/PACKAGE.json, whole but for the samples behind
+each median, which are most of it; one of docs/examples/llama_decode.py as perf/reports/MACHINE/llama_decode.json. The
+documentation's pages on performance are made from the same files. Needs nothing installed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "perf" / "reports"
 README = ROOT / "README.md"
+WHOLE_MODEL = "llama_decode"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 
 Report = dict[str, Any]
@@ -31,10 +33,29 @@ def machine_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def kept(folder: Path = REPORTS) -> dict[str, dict[str, Path]]:
-    """Return the files of kept reports by machine and package, in alphabetical order."""
-    machines = sorted(path for path in folder.glob("*") if path.is_dir())
-    return {machine.name: {file.stem: file for file in sorted(machine.glob("*.json"))} for machine in machines}
+def kept(pattern: str = "tk-*") -> dict[str, dict[str, Path]]:
+    """Return the files of kept reports by machine and name, those of packages by default, in alphabetical order."""
+    machines = sorted(path for path in REPORTS.glob("*") if path.is_dir())
+    return {machine.name: {file.stem: file for file in sorted(machine.glob(f"{pattern}.json"))} for machine in machines}
+
+
+def to_keep(report: Report, commit: str | None) -> tuple[str, dict[str, Report]]:
+    """Return the name of the machine that made a report, and what is kept of it by name.
+
+    Args:
+        report: What `tk-kernels bench --json` or llama_decode.py wrote on a GPU.
+        commit: The commit that was measured, where the report names none.
+
+    Raises:
+        ValueError: The report was not made on a GPU, is empty, or nothing says which commit was measured.
+    """
+    if "settings" not in report:
+        return machine_name(report["environment"]["device"]["name"]), split(report, commit)
+    made_by = report["provenance"]
+    if not made_by["driver"] or not report["rows"]:
+        raise ValueError("wanted a report with rows, made on a GPU")
+    made_by = {**made_by, "commit": _commit(made_by, commit)}
+    return machine_name(made_by["hardware"]), {WHOLE_MODEL: {**report, "provenance": made_by}}
 
 
 def split(report: Report, commit: str | None) -> dict[str, Report]:
@@ -52,9 +73,7 @@ def split(report: Report, commit: str | None) -> dict[str, Report]:
         raise ValueError(f"wanted a report made on a GPU, got one of the setting {made_in['setting']!r}")
     if not report["results"]:
         raise ValueError("wanted a report of `tk-kernels bench`, got one without results")
-    commit = made_in.get("commit") or commit
-    if not commit:
-        raise ValueError("the report names no commit, give it with --commit")
+    commit = _commit(made_in, commit)
     packages = sorted({result["package"] for result in report["results"]})
     return {
         package: {
@@ -70,7 +89,7 @@ def split(report: Report, commit: str | None) -> dict[str, Report]:
 
 def made_in_words(environment: Mapping[str, Any]) -> str:
     """Say with what and when a report was made."""
-    device = environment["device"]
+    device = environment.get("device") or {"name": environment["hardware"], "driver_version": environment["driver"]}
     parts = [
         f"{device['name']} (driver {device['driver_version'] or 'unknown'})",
         f"torch {environment['torch']}",
@@ -106,11 +125,11 @@ def table(reports: Mapping[str, Report]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measured(folder: Path = REPORTS) -> str:
+def measured() -> str:
     """Return the tables of all machines."""
     machines = [
         {package: json.loads(file.read_text(encoding="utf-8")) for package, file in files.items()}
-        for files in kept(folder).values()
+        for files in kept().values()
     ]
     return "\n".join(table(reports) for reports in machines if reports)
 
@@ -131,7 +150,7 @@ def with_section(page: str, text: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="*", metavar="bench.json", help="reports to keep")
+    parser.add_argument("files", type=Path, nargs="*", metavar="report.json", help="reports to keep")
     parser.add_argument("--commit", metavar="REV", help="the commit that was measured, where a report names none")
     options = parser.parse_args(arguments)
     commit = options.commit and _resolve(options.commit)
@@ -139,11 +158,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--commit wants a commit of this repository, got {options.commit!r}")
     for file in options.files:
         try:
-            packages = split(json.loads(file.read_text(encoding="utf-8")), commit)
+            machine, named = to_keep(json.loads(file.read_text(encoding="utf-8")), commit)
         except ValueError as reason:
             parser.error(f"{file}: {reason}")
-        for package, report in packages.items():
-            target = REPORTS / machine_name(report["environment"]["device"]["name"]) / f"{package}.json"
+        for name, report in named.items():
+            target = REPORTS / machine / f"{name}.json"
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             print(f"kept {target.relative_to(ROOT)}")
@@ -165,6 +184,13 @@ def _without_samples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: [] if key == "samples_us" else _without_samples(one) for key, one in value.items()}
     return [_without_samples(one) for one in value] if isinstance(value, list) else value
+
+
+def _commit(made_in: Mapping[str, Any], given: str | None) -> str:
+    commit: str | None = made_in.get("commit") or given
+    if not commit:
+        raise ValueError("the report names no commit, give it with --commit")
+    return commit
 
 
 def _short(commit: str) -> str:

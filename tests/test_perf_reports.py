@@ -39,7 +39,13 @@ def baseline(name: str, ratio: float | None, bar: float | None = None) -> Baseli
 
 
 def result(package: str, case: str, *baselines: BaselineResult, **changes: Any) -> BenchResult:
-    fields = {"source": "a model", "params": {"rows": 8}, "cost": COST, "timing": timing(10.0), "baselines": baselines}
+    fields = {
+        "source": "a model",
+        "params": {"rows": len(case) // 4, "eps": 1e-6},
+        "cost": COST,
+        "timing": timing(10.0),
+        "baselines": baselines,
+    }
     fields |= {"package": package, "case": case, "placement": place(COST, H200, 10.0)}
     return BenchResult(**{**fields, **changes})
 
@@ -130,8 +136,6 @@ def test_the_command_keeps_a_report_and_writes_the_table(tmp_path: Path, monkeyp
     readme, folder, bench = tmp_path / "README.md", tmp_path / "reports", tmp_path / "bench.json"
     for name, value in (("ROOT", tmp_path), ("README", readme), ("REPORTS", folder)):
         monkeypatch.setattr(reports, name, value)
-    monkeypatch.setattr(reports.measured, "__defaults__", (folder,))
-    monkeypatch.setattr(reports.kept, "__defaults__", (folder,))
     readme.write_text(f"before\n{reports.BEGIN}\nold\n{reports.END}\nafter\n")
     bench.write_text(SAMPLE.to_json())
     assert reports.main([str(bench)]) == 0
@@ -147,6 +151,36 @@ def test_the_command_keeps_a_report_and_writes_the_table(tmp_path: Path, monkeyp
         reports.main([])
 
 
+WHOLE_MODEL: dict[str, Any] = {
+    "provenance": {
+        "hardware": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "triton": "3.6", "transformers": "5",
+        "made_at": "2026-11-30T19:53:46+00:00",
+    },
+    "settings": {"prompt_tokens": 512, "new_tokens": 64, "dtype": "bfloat16"},
+    "rows": [
+        {
+            "model": "llama", "step": step, "how": how, "batch": 1, "prefill_tokens_per_s": 1000.0 * speed,
+            "decode_tokens_per_s": 10.0 * speed, "weight_bytes": 2 * 10**9, "peak_bytes": 3 * 10**9,
+            "logit_difference": 0.25,
+        }
+        for step, how, speed in (("as it was", "eager", 2), ("as it was", "torch.compile", 4), ("int8", "eager", 3))
+    ],
+}  # fmt: skip
+
+
+def test_a_report_of_whole_models_is_kept_and_shown_with_its_speeds_over_the_originals() -> None:
+    machine, named = reports.to_keep(WHOLE_MODEL, "c" * 40)
+    assert (machine, list(named)) == ("nvidia-h200", ["llama_decode"])
+    text = pages.whole_models(named["llama_decode"])
+    made = "NVIDIA H200 (driver 580.1), torch 2.11, Triton 3.6, 2026-11-30, commit cccccccccccc, transformers 5"
+    assert f"{made}; prompts of 512 tokens, 64 new ones, bfloat16.\n" in text
+    last = "| llama | int8 | eager | 1 | 3,000<br>1.50<br>0.75 | 30<br>1.50<br>0.75 | 2 GB<br>3 GB | 0.25 |"
+    assert text.rstrip().splitlines()[-1] == last
+    for made_by, rows in (({**WHOLE_MODEL["provenance"], "driver": None}, WHOLE_MODEL["rows"]), ({"driver": "1"}, [])):
+        with pytest.raises(ValueError, match="wanted a report with rows, made on a GPU"):
+            reports.to_keep({**WHOLE_MODEL, "provenance": made_by, "rows": rows}, "c" * 40)
+
+
 def test_a_page_shows_every_case_with_its_ratios_its_bar_and_its_roof() -> None:
     text = pages.section(SAMPLE, "figure.png", "perf/reports/nvidia-h200/tk-one.json")
     assert "commit 000000000000. All that was recorded is in `perf/reports/nvidia-h200/tk-one.json`." in text
@@ -158,7 +192,9 @@ def test_a_page_shows_every_case_with_its_ratios_its_bar_and_its_roof() -> None:
     assert "| `odd` | 10 µs | 41.7 % | 0.125<br>80 µs |" in other
     assert r"| `broken` | RuntimeError: a \| b |" in other
     assert "| `decode` | 7.5 µs | 0.500 | 0.500 |" in host
-    assert "- `odd`: a model; rows 8; 20 MB and 1 MFLOP, at least 4.17 µs, bound by memory\n" in host
+    assert "Unless it is said otherwise: rows 1, eps 1e-06.\n" in host
+    assert "- `prefill`: a model; 20 MB and 1 MFLOP; at least 4.17 µs, bound by memory\n" in host
+    assert "- `odd`: a model; rows 0; 20 MB and 1 MFLOP; at least 4.17 µs, bound by memory\n" in host
     assert "decode: baseline liger could not run: not installed" in host
 
 
@@ -169,7 +205,7 @@ def test_pages_are_written_for_every_package_measured_or_not(tmp_path: Path, mon
     (tmp_path / "stale.md").write_text("of a package that is gone")
     pages.write_pages(tmp_path, names)
     figures = [f"{package}-{machine}.png" for machine, package in FILES]
-    written = ["index.md", *figures, *(f"{name}.md" for name in names)]
+    written = ["index.md", "llama_decode.md", *figures, *(f"{name}.md" for name in names)]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
     for name in names:
         page = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
