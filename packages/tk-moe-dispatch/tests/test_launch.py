@@ -119,7 +119,7 @@ def test_tiles_grow_with_the_rows_of_an_expert(model: str) -> None:
     n_experts, top_k, hidden, ffn = MODELS[model]
     sizes = []
     for n_tokens in (1, 2, 4, 8, 32, 128, 512, 2048, 4096):
-        config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, True, True, H200)
+        config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, True, True, False, H200)
         sizes.append(config.up.block_m if isinstance(config, SortedExperts) else 1)
     assert sizes == sorted(sizes)
     assert sizes[0] == 1

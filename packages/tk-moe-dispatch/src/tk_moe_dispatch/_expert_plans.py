@@ -204,7 +204,8 @@ def experts_plan(
     gate, up = in_rows(gate, up)
     (down,) = in_rows(down)
     descriptors = take_descriptors(gate, up, down)
-    config = experts_config(n_tokens, top_k, n_experts, width, ffn_size, descriptors, joined, launch_target(device))
+    sizes, biased = (n_tokens, top_k, n_experts, width, ffn_size), gate_bias is not None
+    config = experts_config(*sizes, descriptors, joined, biased, launch_target(device))
     new_h = allocator((n_slots, ffn_size), x.dtype, device)
     if isinstance(config, StreamedExperts):
         n_all = n_experts if expert_map is None else expert_map.shape[0]

@@ -106,6 +106,7 @@ def experts_config(
     ffn_size: int,
     descriptors: bool,
     joined: bool,
+    biased: bool,
     target: Target,
 ) -> SortedExperts | StreamedExperts:
     """Choose how tokens go through their experts.
@@ -118,6 +119,7 @@ def experts_config(
         ffn_size: Features inside an expert.
         descriptors: Whether all weights lie as descriptors can read them.
         joined: Whether gate and up are parts of one tensor.
+        biased: Whether they have biases.
         target: The GPU.
     """
     n_slots = n_tokens * top_k
@@ -125,8 +127,8 @@ def experts_config(
     if n_tokens == 1 or 8 * n_slots <= n_experts:
         return StreamedExperts(stream_config(hidden_size, True, target), stream_config(ffn_size, False, target))
     block_m = rows_per_tile(n_slots, n_experts, ffn_size, target)
-    up = gemm_config(block_m, n_slots, n_experts, ffn_size, True, descriptors, joined, target)
-    down = gemm_config(block_m, n_slots, n_experts, hidden_size, False, descriptors, False, target)
+    up = gemm_config(block_m, n_slots, n_experts, ffn_size, True, descriptors, joined, biased, target)
+    down = gemm_config(block_m, n_slots, n_experts, hidden_size, False, descriptors, False, False, target)
     return SortedExperts(block_m <= 32 or not up.descriptors, up, down)
 
 
@@ -155,7 +157,15 @@ def rows_per_tile(n_rows: int, n_experts: int, n: int, target: Target) -> int:
 
 
 def gemm_config(
-    block_m: int, n_rows: int, n_experts: int, n: int, gated: bool, descriptors: bool, joined: bool, target: Target
+    block_m: int,
+    n_rows: int,
+    n_experts: int,
+    n: int,
+    gated: bool,
+    descriptors: bool,
+    joined: bool,
+    biased: bool,
+    target: Target,
 ) -> GemmConfig:
     """Choose how sorted rows are multiplied.
 
@@ -167,6 +177,7 @@ def gemm_config(
         gated: Whether it comes of gate and up.
         descriptors: Whether the operands lie as descriptors can read them.
         joined: Whether gate and up are parts of one tensor.
+        biased: Whether they have biases.
         target: The GPU.
     """
     # Elsewhere Triton makes loads of them, and slower ones than it makes of pointers.
@@ -188,7 +199,8 @@ def gemm_config(
     elif block_m == 32:
         tile = (128, 128, True, 3 if gated else 5, 8, 1)
     elif gated and block_m == 64:
-        tile = (_FEATURES, 64, not joined, 5, 4 if joined else 8, 1)
+        # With biases, Triton takes the sums through shared memory.
+        tile = (_FEATURES, 64, False, 4 if biased else 5, 4, 1) if joined else (_FEATURES, 64, True, 5, 8, 1)
     elif gated:
         tile = (_FEATURES, 64, False, 3 if joined else 4, 8, 1)
     else:

@@ -64,7 +64,7 @@ def grouped_gemm_plan(tokens: Any, weights: Any, expert_offsets: Any, num_expert
         block_m = rows_per_tile(n_rows, num_experts, n, target)
         (weight,), rows = in_rows(weights), tokens.contiguous()
         descriptors = take_descriptors(rows, weight)
-        config = gemm_config(block_m, n_rows, num_experts, n, False, descriptors, False, target)
+        config = gemm_config(block_m, n_rows, num_experts, n, False, descriptors, False, False, target)
         multiply_rows = gemm_launch(config, rows, weight)
         tiles_of = _tiles(n_rows, num_experts, block_m, expert_offsets)
 
@@ -155,8 +155,8 @@ def _sorted_rows_plan(
     block_m = rows_per_tile(n_rows, num_experts, ffn_size, target)
     config = SortedExperts(
         False,
-        gemm_config(block_m, n_rows, num_experts, ffn_size, True, descriptors, False, target),
-        gemm_config(block_m, n_rows, num_experts, width, False, descriptors, False, target),
+        gemm_config(block_m, n_rows, num_experts, ffn_size, True, descriptors, False, False, target),
+        gemm_config(block_m, n_rows, num_experts, width, False, descriptors, False, False, target),
     )
     activation = PLAIN
     to_h, to_rows = products(config, permuted, n_rows, top_k, gate, up, down, None, None, activation, scatters=scatters)
