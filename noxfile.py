@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import configparser
 import fcntl
-import json
 import os
 import shutil
 import sys
@@ -37,6 +36,7 @@ QUICK_TESTS = "test_spec.py"
 CORE, TESTKIT, REPOSITORY = "tk-kernel-core", "tk-testkit", "repository"
 KERNELS = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/tk-*/pyproject.toml"))}
 PROJECTS = {CORE: ROOT / "shared" / CORE, TESTKIT: ROOT / "shared" / TESTKIT, **KERNELS}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 KERNEL_PACKAGES = [name.replace("-", "_") for name in KERNELS]
 
 each_kernel = nox.parametrize("package", [nox.param(name, id=name) for name in KERNELS])
@@ -394,6 +394,20 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning is an error."""
     install_kernels(session, "sphinx", "furo", "myst-parser", core_extras="[plot]")
     session.run("sphinx-build", "-W", "--keep-going", "-q", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session(requires=["docs"])
+def site(session: nox.Session) -> None:
+    """Open the documentation that `docs` has built, and the site of the performance history, in a browser."""
+    chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if chromium is None:
+        session.error(
+            f"found no browser: install Chromium, so that one of {', '.join(BROWSERS)} is found; on Debian by "
+            "`apt-get install chromium`"
+        )
+    session.install("pytest", "playwright", "asv", "asv_runner", "virtualenv", "-c", str(CONSTRAINTS))
+    files = ("tests/test_docs_site.py", "tests/test_perf_site.py")
+    session.run("pytest", *files, *session.posargs, env={"TK_BROWSER": chromium})
 
 
 @nox.session

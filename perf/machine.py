@@ -8,13 +8,14 @@ the same figures on any host, so all of them share one series.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from asv.machine import Machine, MachineCollection
+
+from reports import machine_name
 
 ROOT = Path(__file__).resolve().parents[1]
 AOT = "aot"
@@ -43,7 +44,7 @@ def describe(facts: dict[str, Any] | None, host: dict[str, str]) -> tuple[str, d
     """
     if facts is None:
         return AOT, {**dict.fromkeys(host, "any"), "machine": AOT}
-    name = re.sub(r"[^a-z0-9]+", "-", facts["name"].lower()).strip("-")
+    name = machine_name(facts["name"])
     # No time here depends on the host's kernel or memory, and a virtual machine has others every day.
     host = {**host, "os": "any", "ram": "any"}
     return name, {**host, "machine": name, "gpu": facts["name"], "driver": facts["driver_version"] or "unknown"}

@@ -190,9 +190,3 @@ def test_readme_is_short_lists_every_package_and_names_sessions_that_exist() -> 
         assert commands
         named = {name for command in commands for name in command.split()}
         assert named <= sessions, document
-
-
-def test_links_of_the_readme_exist() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
-            assert (ROOT / target).exists(), target

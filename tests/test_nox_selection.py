@@ -144,3 +144,11 @@ def test_both_runs_of_a_suite_take_place_and_either_may_fail_it(noxfile: ModuleT
     else:
         noxfile.run_suite(session, "tk-rmsnorm", Path("tests"))
     assert [command[command.index("-m") + 1] for command in session.commands] == ["not compiler", "compiler"]
+
+
+def test_site_without_a_browser_fails_and_says_what_to_install(
+    noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noxfile.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"one of chromium, .* is found; on Debian by `apt-get install chromium`"):
+        noxfile.site(RecordingSession([]))

@@ -22,6 +22,7 @@ from tk_kernel_core.targets import COMPILE_TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PERF = ROOT / "perf"
+sys.path.insert(0, str(PERF))
 
 
 def load(name: str, file: Path, *, package: Path | None = None) -> ModuleType:

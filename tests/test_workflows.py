@@ -77,7 +77,7 @@ def test_sessions_that_workflows_call_exist(noxfile: ModuleType) -> None:
     assert sorted(session for session in called if session.partition("(")[0] not in known) == []
 
 
-def test_ci_runs_what_nox_runs_by_default_and_the_demo(noxfile: ModuleType) -> None:
+def test_ci_runs_what_nox_runs_by_default_the_demo_and_the_sites(noxfile: ModuleType) -> None:
     sessions = [
         session
         for job in read("ci.yml")["jobs"].values()
@@ -85,7 +85,7 @@ def test_ci_runs_what_nox_runs_by_default_and_the_demo(noxfile: ModuleType) -> N
         for step in job["steps"]
         for session in called_sessions(job, step)
     ]
-    assert {session.partition("(")[0] for session in sessions} == {*nox.options.sessions, "demo"}
+    assert {session.partition("(")[0] for session in sessions} == {*nox.options.sessions, "demo", "site"}
     assert len(sessions) == len({*sessions})
 
 

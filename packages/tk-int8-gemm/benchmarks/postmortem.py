@@ -333,8 +333,10 @@ def table(report: Report | None) -> str:
 def section(report: Report) -> str:
     """Return the table below the sentence that says where and when it was measured."""
     made_in = report.environment
+    card = f"{made_in.device.name} (driver {made_in.device.driver_version or 'unknown'})"
     versions = f"torch {made_in.torch}, Triton {made_in.triton}, {made_in.made_at:%Y-%m-%d}"
-    return f"One {made_in.device.name}, {versions}.\n\n{table(report)}"
+    commit = f", commit {made_in.commit}" if made_in.commit else ""
+    return f"One {card}, {versions}{commit}.\n\n{table(report)}"
 
 
 def with_section(page: str, text: str) -> str:

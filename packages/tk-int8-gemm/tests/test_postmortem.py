@@ -100,7 +100,8 @@ def test_the_page_is_rewritten_between_its_markers_alone(script: ModuleType) -> 
     before, rest = page.split(script.BEGIN)
     shown, after = rest.split(script.END)
     text = script.section(report_of({next(iter(script.FORMULATIONS)): 25.0}, 1))
-    assert text.startswith("One H200, torch 2.11.0, Triton 3.6.0, 2026-11-30.\n\n| formulation | M = 1 |\n")
+    made_in = "One H200 (driver unknown), torch 2.11.0, Triton 3.6.0, 2026-11-30."
+    assert text.startswith(f"{made_in}\n\n| formulation | M = 1 |\n")
     changed = script.with_section(page, text)
     assert changed == f"{before}{script.BEGIN}\n\n{text}\n{script.END}{after}"
     assert script.with_section(changed, shown.strip("\n") + "\n") == page

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,6 +382,28 @@ def test_the_environment_names_versions_and_a_time_with_a_zone() -> None:
     assert made.torch == torch.__version__
     assert made.made_at.tzinfo == timezone.utc
     assert abs((datetime.now(timezone.utc) - made.made_at).total_seconds()) < 60
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs Git")
+def test_the_environment_names_the_commit_of_a_source_tree_and_of_nothing_else(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    tracked, installed = tmp_path / "bench.py", tmp_path / "site-packages" / "bench.py"
+    tracked.write_text("1")
+    installed.parent.mkdir()
+    installed.write_text("1")
+    assert bench._commit_of(tracked) is None
+    git("init")
+    git("add", "bench.py")
+    git("commit", "-m", "first")
+    git("tag", "v1")
+    assert bench._commit_of(tracked) == git("rev-parse", "HEAD")
+    assert bench._commit_of(installed) is None
+    tracked.write_text("2")
+    assert bench._commit_of(tracked) == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_an_empty_report_says_so() -> None:

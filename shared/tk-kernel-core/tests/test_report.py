@@ -118,6 +118,14 @@ def test_every_heading_of_the_page_says_how_results_came_about(setting: Setting)
     assert page.text.partition("What was run")[0].count(words) >= 1
 
 
+def test_page_names_the_commit_where_one_is_known() -> None:
+    shown = make_report("gpu", result("decode"))
+    for commit, times in (("0123abc-dirty", 1), (None, 0)):
+        made_in = shown.environment.model_copy(update={"commit": commit})
+        text = page_of(shown.model_copy(update={"environment": made_in})).text
+        assert text.count("Commit") == times == text.count("0123abc-dirty")
+
+
 def test_page_escapes_everything() -> None:
     evil = "<script>alert(1)</script>"
     shown = make_report(

@@ -156,7 +156,8 @@ def cost(case: Case) -> Cost:
     if params["form"] == "quantize":
         return Cost(flops=3 * m * k, bytes_read=m * k * size, bytes_written=m * (k + 4))
     vectors = 4 * n * (1 + params["has_zero_point"]) + n * size * params["has_bias"]
-    return Cost(flops=2 * m * n * k, bytes_read=m * k * size + n * k + vectors, bytes_written=m * n * size)
+    read, peak = m * k * size + n * k + vectors, "int8" if params["form"] == "w8a8_gemm" else params["dtype"]
+    return Cost(flops=2 * m * n * k, bytes_read=read, bytes_written=m * n * size, peak=peak)
 
 
 def tolerance(case: Case) -> Tolerance:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +47,7 @@ def environment(setting: Setting, device: DeviceInfo) -> Environment:
         torch=torch.__version__,
         triton=_triton_version(),
         system=f"{platform.system()} {platform.machine()}",
+        commit=_commit_of(Path(__file__)),
     )
 
 
@@ -297,3 +300,16 @@ def _triton_version() -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def _commit_of(file: Path) -> str | None:
+    """Return the commit that a file is checked out from, with `-dirty` after local changes; None outside Git."""
+    git = ["git", "-C", str(file.parent)]
+    # An installed package may lie inside a checkout of something else, which does not track it.
+    tracked, described = ["ls-files", "--error-unmatch", file.name], ["describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        subprocess.run([*git, *tracked], capture_output=True, check=True)
+        command = [*git, *described, "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -34,6 +34,8 @@ class Environment(_Record):
         torch: Version.
         triton: Version, None where it is not installed.
         system: Operating system and machine.
+        commit: Git commit of the source tree that ran, ending in `-dirty` where files differ from it; None where
+            packages are installed from wheels.
     """
 
     setting: Setting
@@ -43,6 +45,7 @@ class Environment(_Record):
     torch: str
     triton: str | None
     system: str
+    commit: str | None = None
 
 
 class CheckResult(_Record):
