@@ -395,10 +395,7 @@ def site(session: nox.Session) -> None:
     """Open the documentation that `docs` has built, and the site of the performance history, in a browser."""
     chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
     if chromium is None:
-        session.error(
-            f"found no browser: install Chromium, so that one of {', '.join(BROWSERS)} is found; on Debian by "
-            "`apt-get install chromium`"
-        )
+        session.error(f"found none of {', '.join(BROWSERS)}; on Debian, `apt-get install chromium` brings one")
     session.install("pytest", "playwright", "asv", "asv_runner", "virtualenv", "-c", str(CONSTRAINTS))
     files = ("tests/test_docs_site.py", "tests/test_perf_site.py")
     session.run("pytest", *files, *session.posargs, env={"TK_BROWSER": chromium})
@@ -413,7 +410,3 @@ def bench(session: nox.Session) -> None:
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--installed-only"]
     options += ["-o", "python_files=bench_*.py", "--benchmark-only", "--benchmark-autosave"]
     session.run("pytest", *options, *folders, *session.posargs, env={"TRITON_INTERPRET": None})
-
-
-if __name__ == "__main__":
-    sys.exit("run this with nox: python3 -m nox --list")

@@ -150,5 +150,5 @@ def test_site_without_a_browser_fails_and_says_what_to_install(
     noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noxfile.shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"one of chromium, .* is found; on Debian by `apt-get install chromium`"):
+    with pytest.raises(RuntimeError, match=r"none of chromium, .*; on Debian, `apt-get install chromium` brings one"):
         noxfile.site(RecordingSession([]))

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tk_kernel_core.aot import compile_launch
 from tk_kernel_core.interpreter import interpreting
 from tk_kernel_core.launch import KernelLaunch, launch_target, planning
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.resources import inspect
-from tk_kernel_core.targets import COMPILE_TARGETS, Target
+from tk_kernel_core.targets import COMPILE_TARGETS
 from tk_moe_dispatch._expert_plans import join
 from tk_moe_dispatch._gemm_launch import (
     GemmConfig,
@@ -32,7 +30,6 @@ from tk_moe_dispatch._gemm_plans import (
     stream_down_launch,
     stream_up_launch,
 )
-from tk_moe_dispatch._launch import max_tiles
 from tk_testkit import assert_close
 
 Tensor = torch.Tensor
@@ -306,49 +303,6 @@ def test_slots_are_streamed_through_experts_and_summed_by_token(
 )
 def test_descriptors_need_rows_of_whole_16_bytes(view: object, want: bool) -> None:
     assert fit_descriptors(view(torch.zeros(3, 16, 32, dtype=torch.float16))) is want  # type: ignore[operator]
-
-
-@given(
-    n_tokens=st.one_of(st.integers(1, 600), st.integers(1, 2**27)),
-    top_k=st.integers(1, 10),
-    n_experts=st.integers(1, 1100),
-    sizes=st.tuples(st.integers(1, 2**15), st.integers(1, 2**15)),
-    descriptors=st.booleans(),
-    joined=st.booleans(),
-    biased=st.booleans(),
-    target=st.sampled_from(list(COMPILE_TARGETS.values())),
-)
-def test_choices_are_what_the_hardware_takes(
-    n_tokens: int,
-    top_k: int,
-    n_experts: int,
-    sizes: tuple[int, int],
-    descriptors: bool,
-    joined: bool,
-    biased: bool,
-    target: Target,
-) -> None:
-    config = experts_config(n_tokens, top_k, n_experts, *sizes, descriptors, joined, biased, target)
-    if isinstance(config, StreamedExperts):
-        for one in (config.up, config.down):
-            assert one.block_k == 8 * one.num_warps * target.warp_size
-        return
-    assert n_tokens > 1
-    assert config.up.block_m == config.down.block_m
-    assert config.gathers or config.up.descriptors
-    for gated, one, n in ((True, config.up, sizes[1]), (False, config.down, sizes[0])):
-        width = one.block_n * (1 + gated)
-        # Rows of x are the first operand of a joined product.
-        assert not one.joined or (joined and gated and one.descriptors and not one.swapped)
-        assert one.descriptors == (descriptors and target.name in ("sm_90", "sm_100"))
-        # Sums take at most half of a thread's registers, which on AMD are 512.
-        per_thread = 128 if target.backend == "cuda" else 256
-        assert one.block_m * width <= per_thread * one.num_warps * target.warp_size
-        n_buffers = one.stages - (target.backend == "hip")
-        assert n_buffers * (one.block_m + width) * one.block_k * 2 < target.shared_bytes
-        # However many rows there are.
-        assert one.n_programs <= 4 * target.compute_units
-        assert 1 <= one.n_programs <= max_tiles(n_tokens * top_k, n_experts, one.block_m) * -(-n // one.block_n)
 
 
 def compiled_launches(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tk_kernel_core.targets import COMPILE_TARGETS, Target
-from tk_moe_dispatch._gemm_launch import SortedExperts, experts_config, rows_per_tile
+from tk_moe_dispatch._gemm_launch import SortedExperts, StreamedExperts, experts_config, rows_per_tile
 from tk_moe_dispatch._launch import logits_config, max_tiles, route_config, row_config, schedule_config
 
 H200 = COMPILE_TARGETS["sm_90"]
@@ -135,3 +135,46 @@ def test_tiles_are_lower_where_one_and_a_half_would_be_taken_of_a_few_wide_exper
     assert rows_per_tile(8 * 128, 8, 14_336, H200) == 64
     # Of many experts, programs go through so many tiles that those of one expert are no longer read together.
     assert rows_per_tile(256 * 128, 256, 2048, H200) == 128
+
+
+@given(
+    n_tokens=st.one_of(st.integers(1, 600), st.integers(1, 2**27)),
+    top_k=st.integers(1, 10),
+    n_experts=st.integers(1, 1100),
+    sizes=st.tuples(st.integers(1, 2**15), st.integers(1, 2**15)),
+    descriptors=st.booleans(),
+    joined=st.booleans(),
+    biased=st.booleans(),
+    target=targets,
+)
+def test_choices_are_what_the_hardware_takes(
+    n_tokens: int,
+    top_k: int,
+    n_experts: int,
+    sizes: tuple[int, int],
+    descriptors: bool,
+    joined: bool,
+    biased: bool,
+    target: Target,
+) -> None:
+    config = experts_config(n_tokens, top_k, n_experts, *sizes, descriptors, joined, biased, target)
+    if isinstance(config, StreamedExperts):
+        for one in (config.up, config.down):
+            assert one.block_k == 8 * one.num_warps * target.warp_size
+        return
+    assert n_tokens > 1
+    assert config.up.block_m == config.down.block_m
+    assert config.gathers or config.up.descriptors
+    for gated, one, n in ((True, config.up, sizes[1]), (False, config.down, sizes[0])):
+        width = one.block_n * (1 + gated)
+        # Rows of x are the first operand of a joined product.
+        assert not one.joined or (joined and gated and one.descriptors and not one.swapped)
+        assert one.descriptors == (descriptors and target.name in ("sm_90", "sm_100"))
+        # Sums take at most half of a thread's registers, which on AMD are 512.
+        per_thread = 128 if target.backend == "cuda" else 256
+        assert one.block_m * width <= per_thread * one.num_warps * target.warp_size
+        n_buffers = one.stages - (target.backend == "hip")
+        assert n_buffers * (one.block_m + width) * one.block_k * 2 < target.shared_bytes
+        # However many rows there are.
+        assert one.n_programs <= 4 * target.compute_units
+        assert 1 <= one.n_programs <= max_tiles(n_tokens * top_k, n_experts, one.block_m) * -(-n // one.block_n)
