@@ -5,7 +5,6 @@ Kernel packages are found under packages/: a new one needs no edit here.
 
 from __future__ import annotations
 
-import configparser
 import fcntl
 import json
 import os
@@ -257,15 +256,9 @@ def lint(session: nox.Session) -> None:
     session.run("check-jsonschema", "--schemafile", "perf/schema/asv.conf.schema.json", "asv.conf.json")
     session.run("zizmor", "--quiet", "--offline", "--no-online-audits", "--strict-collection", str(github))
 
-    contracts = configparser.ConfigParser()
-    contracts.read(ROOT / ".importlinter")
-    contracts["importlinter"]["root_packages"] = "\n".join(("tk_kernel_core", *KERNEL_PACKAGES))
-    for contract in contracts.values():
-        for key, value in contract.items():
-            contract[key] = value.replace("KERNEL_PACKAGES", "\n".join(KERNEL_PACKAGES))
+    contracts = (ROOT / ".importlinter").read_text()
     generated = Path(session.create_tmp()) / "importlinter.ini"
-    with generated.open("w") as file:
-        contracts.write(file)
+    generated.write_text(contracts.replace("KERNEL_PACKAGES", "\n    ".join(KERNEL_PACKAGES)))
     sources = os.pathsep.join(str(folder / "src") for folder in PROJECTS.values())
     session.run("lint-imports", "--no-cache", "--config", str(generated), env={"PYTHONPATH": sources})
 
