@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tk_int8_gemm import PackedInt8Weight, _packed_plans, int8_linear
+from tk_int8_gemm import PackedInt8Weight, _packed_plans, explain, int8_linear
 from tk_int8_gemm._middle_launch import MOST_MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
 from tk_int8_gemm._packed_plans import middle
 from tk_kernel_core.aot import CompiledObject, compile_launch
@@ -79,6 +79,17 @@ def test_dozens_of_rows_are_right(m: int, n: int, k: int, dtype: torch.dtype, wi
     got = run(x, weight, bias)
     check(got, x, codes, weight, bias)
     assert torch.equal(got, run(x, weight, bias))
+    assert torch.equal(got, int8_linear(x, weight, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_prompts_go_through_wide_layers_in_one_launch(dtype: torch.dtype) -> None:
+    x, codes, weight, bias = operands(700, 17_000, 1160, dtype, "cuda", True)
+    assert "int8_middle_kernel" in explain("int8_linear", 700, 17_000, 1160, dtype)
+    got = int8_linear(x, weight, bias)
+    check(got, x, codes, weight, bias)
     assert torch.equal(got, int8_linear(x, weight, bias))
 
 

@@ -15,7 +15,7 @@ from tk_kernel_core import launch
 from tk_kernel_core.numerics import rounding_tolerance
 from tk_kernel_core.spec import Tolerance
 from tk_testkit.close import assert_close
-from tk_w4a16 import PackedInt4Weight, dequantize_int4, w4a16_gemm, w4a16_linear
+from tk_w4a16 import PackedInt4Weight, dequantize_int4, explain, w4a16_gemm, w4a16_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -120,6 +120,15 @@ def test_layers_of_a_model_are_right(n: int, k: int, m: int) -> None:
         one = product("linear", n, k, symmetric=symmetric)
         x = random(m, k)
         one.check(x, one.call(x), is_weight_rounded=m > 16)
+
+
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+def test_prompts_go_through_wide_layers_in_one_launch(group_size: int) -> None:
+    one, x = product("linear", 17_000, 1160, group_size), random(700, 1160)
+    assert "w4a16_middle_kernel" in explain("w4a16_linear", 700, 17_000, 1160, group_size=group_size)
+    y = one.call(x)
+    one.check(x, y)
+    assert torch.equal(one.call(x), y)
 
 
 @each_path
