@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
-from reports import ROOT, WHOLE_MODEL, kept, made_in_words, measured
+from reports import ROOT, STAGES, WHOLE_MODEL, kept, made_in_words, measured
 from tk_kernel_core.plot import roofline_png
 from tk_kernel_core.report import NOTHING, microseconds, notes, params_in_words, percent_of_roof, ratio, scaled
 from tk_kernel_core.results import BaselineResult, BenchResult, Report
@@ -56,7 +56,7 @@ def write_pages(folder: Path, packages: Sequence[str]) -> None:
     models = [files[WHOLE_MODEL] for files in kept(WHOLE_MODEL).values() if files]
     text = "".join(whole_models(json.loads(file.read_text(encoding="utf-8"))) for file in models)
     (folder / f"{WHOLE_MODEL}.md").write_text(MODELS + (text or NO_REPORT), encoding="utf-8")
-    machines = kept()
+    machines, staged = kept(), kept(f"{STAGES}*")
     for package in packages:
         files = {machine: files[package] for machine, files in machines.items() if package in files}
         text = f"# {package}, measured\n\n{HOW_TO_READ.replace('GUIDE', package.removeprefix('tk-'))}"
@@ -65,6 +65,8 @@ def write_pages(folder: Path, packages: Sequence[str]) -> None:
             figure = f"{package}-{machine}.png"
             (folder / figure).write_bytes(roofline_png(report))
             text += section(report, figure, str(file.relative_to(ROOT)))
+            if stages_file := staged[machine].get(STAGES + package):
+                text += stages(Report.model_validate_json(stages_file.read_text(encoding="utf-8")))
         (folder / f"{package}.md").write_text(text if files else text + NO_REPORT, encoding="utf-8")
 
 
@@ -94,6 +96,29 @@ def section(report: Report, figure: str, file: str) -> str:
     if remarks := notes(report):
         parts += ["### Remarks\n", "".join(f"- {remark}\n" for remark in remarks)]
     return "\n".join(parts)
+
+
+def stages(report: Report) -> str:
+    """Return what a page says of the stages of calls, as `tk-kernels roofline --stages` timed them."""
+    timed = [result for result in report.results if result.timing and result.stages]
+    names = dict.fromkeys(stage.name for result in timed for stage in result.stages)
+    rows = []
+    for result in timed:
+        found = {stage.name: stage for stage in result.stages if stage.latency_us is not None}
+        row = [f"`{result.case}`", microseconds(result.timing.latency_us) if result.timing else NOTHING]
+        for stage in map(found.get, names):
+            parts = [microseconds(stage.latency_us)] if stage and stage.latency_us is not None else [NOTHING]
+            if stage and stage.placement:
+                parts.append(percent_of_roof(stage.placement))
+            row.append("<br>".join(parts))
+        rows.append(row)
+    parts = [
+        "### Stages of a call\n",
+        f"{made_in_words(report.environment.model_dump(mode='json'))}. Times, and shares of the stages' own roofs. A "
+        "stage without a time is done within another.\n",
+        _table(["case", ">the call", *(f">{name}" for name in names)], rows),
+    ]
+    return "\n" + "\n".join(parts)
 
 
 def whole_models(report: Mapping[str, Any]) -> str:

@@ -4,8 +4,9 @@
     python3 perf/reports.py                                 # write the table
 
 A report of `tk-kernels bench --json` is kept as perf/reports/MACHINE/PACKAGE.json, whole but for the samples behind
-each median, which are most of it; one of docs/examples/llama_decode.py as perf/reports/MACHINE/llama_decode.json. The
-documentation's pages on performance are made from the same files. Needs nothing installed.
+each median, which are most of it; one of `tk-kernels roofline --stages --json` as stages-PACKAGE.json beside it, and
+one of docs/examples/llama_decode.py as llama_decode.json. The documentation's pages on performance are made from the
+same files. Needs nothing installed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "perf" / "reports"
 README = ROOT / "README.md"
 WHOLE_MODEL = "llama_decode"
+STAGES = "stages-"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 
 Report = dict[str, Any]
@@ -43,7 +45,7 @@ def to_keep(report: Report, commit: str | None) -> tuple[str, dict[str, Report]]
     """Return the name of the machine that made a report, and what is kept of it by name.
 
     Args:
-        report: What `tk-kernels bench --json` or llama_decode.py wrote on a GPU.
+        report: What `tk-kernels bench --json`, `tk-kernels roofline --stages --json` or llama_decode.py wrote on a GPU.
         commit: The commit that was measured, where the report names none.
 
     Raises:
@@ -59,10 +61,10 @@ def to_keep(report: Report, commit: str | None) -> tuple[str, dict[str, Report]]
 
 
 def split(report: Report, commit: str | None) -> dict[str, Report]:
-    """Return the report of each package, to be kept.
+    """Return the report of each package, to be kept, by the name it goes under.
 
     Args:
-        report: What `tk-kernels bench --json` wrote on a GPU.
+        report: What `tk-kernels bench --json`, or `tk-kernels roofline --stages --json`, wrote on a GPU.
         commit: The commit that was measured, where the report names none.
 
     Raises:
@@ -75,8 +77,9 @@ def split(report: Report, commit: str | None) -> dict[str, Report]:
         raise ValueError("wanted a report of `tk-kernels bench`, got one without results")
     commit = _commit(made_in, commit)
     packages = sorted({result["package"] for result in report["results"]})
+    prefix = STAGES if any(result["stages"] for result in report["results"]) else ""
     return {
-        package: {
+        prefix + package: {
             "environment": {**made_in, "commit": commit},
             **{
                 kind: [_without_samples(one) for one in report[kind] if one["package"] == package]

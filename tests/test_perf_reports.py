@@ -13,7 +13,7 @@ import pytest
 
 from tk_kernel_core.bench import environment
 from tk_kernel_core.device import known_device
-from tk_kernel_core.results import BaselineResult, BenchResult, Report, Timing
+from tk_kernel_core.results import BaselineResult, BenchResult, Report, StageResult, Timing
 from tk_kernel_core.roofline import place
 from tk_kernel_core.spec import Cost, installed_specs
 from tk_kernel_core.timing import summarise
@@ -196,6 +196,20 @@ def test_a_page_shows_every_case_with_its_ratios_its_bar_and_its_roof() -> None:
     assert "- `prefill`: a model; 20 MB and 1 MFLOP; at least 4.17 µs, bound by memory\n" in host
     assert "- `odd`: a model; rows 0; 20 MB and 1 MFLOP; at least 4.17 µs, bound by memory\n" in host
     assert "decode: baseline liger could not run: not installed" in host
+
+
+def test_stages_are_kept_beside_a_report_and_shown_below_it() -> None:
+    stage = StageResult(name="GEMM 1", latency_us=30.0, kernels=("gemm_kernel",))
+    untimed = StageResult(name="permute")
+    staged = report(result("tk-one", "decode", stages=(stage, untimed)), result("tk-one", "prefill"))
+    ((name, kept),) = reports.split(as_json(staged), None).items()
+    assert name == "stages-tk-one"
+    text = pages.stages(Report.model_validate(kept))
+    (header,) = (line for line in text.splitlines() if line.startswith("| case"))
+    assert header == "| case | the call | GEMM 1 | permute |"
+    (row,) = (line for line in text.splitlines() if line.startswith("| `"))
+    assert row.split(" | ")[2:] == ["30 µs", "– |"]
+    assert "commit 000000000000" in text
 
 
 def test_pages_are_written_for_every_package_measured_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

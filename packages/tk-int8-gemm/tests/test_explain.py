@@ -21,7 +21,13 @@ from tk_int8_gemm import explain
             "matrix units",
             ["arrange_rows_kernel: 64 programs", "int8_middle_kernel: 172 x 3 programs"],
         ),
-        (("int8_linear", 257, 28_672, 8192), "repays dequantising", ["4 times dequantize_packed_kernel: 448 x 16 "]),
+        (
+            ("int8_linear", 768, 28_672, 8192),
+            "matrix units",
+            ["arrange_rows_kernel: 768 programs", "int8_middle_kernel: 1344 programs"],
+        ),
+        (("int8_linear", 257, 11_008, 4096), "repays dequantising", ["dequantize_packed_kernel: 688 x 8 "]),
+        (("int8_linear", 769, 28_672, 8192), "repays dequantising", ["7 times dequantize_packed_kernel: 256 x 16 "]),
         (
             ("int8_linear", 1, 11_008, 4096, torch.float32),
             "fp32",

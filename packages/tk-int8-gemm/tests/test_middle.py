@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tk_int8_gemm import PackedInt8Weight, _packed_plans, int8_linear
-from tk_int8_gemm._middle_launch import MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
+from tk_int8_gemm._middle_launch import MOST_MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
 from tk_int8_gemm._packed_plans import middle
 from tk_kernel_core.aot import CompiledObject, compile_launch
 from tk_kernel_core.interpreter import interpreting
@@ -159,7 +159,7 @@ def test_machine_code_on_an_h200(m: int, dtype: torch.dtype) -> None:
 
 
 @given(
-    m=st.integers(17, MIDDLE_ROWS),
+    m=st.integers(17, MOST_MIDDLE_ROWS),
     n=st.integers(1, 2**18),
     k=st.integers(1, 2**18),
     target=st.sampled_from(list(COMPILE_TARGETS.values())),

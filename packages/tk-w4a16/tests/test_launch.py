@@ -17,7 +17,10 @@ from tk_w4a16._launch import gemm_way, linear_way, plain_config, plain_dequantiz
         (17, 11_008, "float16", "middle", "tiles"),
         (256, 11_008, "float16", "middle", "tiles"),
         (257, 11_008, "float16", "dequantize", "tiles"),
-        (385, 11_008, "float16", "dequantize", "dequantize"),
+        (385, 11_008, "float16", "middle", "dequantize"),
+        (1024, 11_008, "float16", "middle", "dequantize"),
+        (1025, 11_008, "float16", "dequantize", "dequantize"),
+        (1024, 4096, "float16", "dequantize", "dequantize"),
         (1, 11_008, "float32", "dequantize", "dequantize"),
     ],
 )
@@ -28,6 +31,8 @@ def test_the_way_depends_on_rows_features_and_dtype(m: int, n: int, dtype: str, 
 def test_where_wgmma_is_missing_decode_steps_go_to_no_other_kernel() -> None:
     for name in ("sm_80", "gfx942", "gfx950"):
         assert linear_way(16, 28_672, "float16", COMPILE_TARGETS[name])[0] == "decode"
+        # Where nothing was measured, large products are cuBLAS's.
+        assert linear_way(257, 28_672, "float16", COMPILE_TARGETS[name])[0] == "dequantize"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tk_testkit.plugin import kernel_device
 from tk_testkit.strategies import assert_guards_intact, guarded_view
 from tk_w4a16 import PackedInt4Weight, _plans
 from tk_w4a16._formats import Int4Weight
-from tk_w4a16._middle_launch import MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
+from tk_w4a16._middle_launch import MOST_MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
 
 GROUP_SIZES = (32, 64, 128, 256, -1)
 H200 = COMPILE_TARGETS["sm_90"]
@@ -222,7 +222,7 @@ def test_machine_code_on_an_h200(m: int, n: int, group_size: int, dtype: torch.d
 
 
 @given(
-    m=st.integers(1, MIDDLE_ROWS),
+    m=st.integers(1, MOST_MIDDLE_ROWS),
     n=st.integers(1, 2**18),
     k=st.integers(1, 2**18),
     group_size=st.sampled_from(GROUP_SIZES),

@@ -12,8 +12,9 @@ from tk_kernel_core.interpreter import interpreting
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
-MIDDLE_ROWS = 256
-"""Most rows of activations that the kernels in `_middle_kernels` are meant for; they take any number."""
+MIDDLE_ROWS, MOST_MIDDLE_ROWS = 256, 768
+"""Most rows of activations that the kernels in `_middle_kernels` are meant for, in general and for weights of many
+output features; they take any number."""
 
 _MODULE = "tk_int8_gemm._middle_kernels"
 _TILE, _GROUP = 16, 128
@@ -49,16 +50,20 @@ class MiddleConfig:
         return _TILE * self.num_warps
 
 
-def linear_way(m: int, dtype: str) -> tuple[Literal["decode", "middle", "dequantize"], str]:
+def linear_way(m: int, n: int, dtype: str, target: Target) -> tuple[Literal["decode", "middle", "dequantize"], str]:
     """Choose how `int8_linear` goes about a product, and say why.
 
     Args:
         m: Rows of x.
+        n: Output features.
         dtype: Element type of x: `float16`, `bfloat16` or `float32`.
+        target: The GPU.
     """
     if dtype == "float32":
         return "dequantize", "x is fp32, which the matrix units do not multiply"
-    if m > MIDDLE_ROWS:
+    # On an H200 tiles that are many enough to load every unit alike are faster than a weight that is written out.
+    is_wide = target.name == "sm_90" and -(-m // 128) * -(-n // 128) >= 3 * target.compute_units
+    if m > (MOST_MIDDLE_ROWS if is_wide else MIDDLE_ROWS):
         return "dequantize", f"m = {m} repays dequantising the weights once"
     if m > DECODE_ROWS:
         return "middle", f"m = {m} fills the matrix units, which take the weights from registers"
@@ -100,7 +105,7 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
 
 
 def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig | None = None) -> PreparedProduct:
-    """Return what a launch for 17 to `MIDDLE_ROWS` rows takes beside tensors.
+    """Return what a launch for 17 rows or more takes beside tensors.
 
     In the place of x it takes what `prepare_arrangement` makes of it; and last x_sum: the sums of the rows of x,
     float32, [m], or None where there are no zero points.

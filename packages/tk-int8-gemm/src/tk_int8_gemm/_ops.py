@@ -106,8 +106,9 @@ def int8_linear(x: torch.Tensor, weight: PackedInt8Weight, bias: torch.Tensor | 
     """Multiply activations by a prepared int8 weight (W8A16).
 
     `y = (x @ (codes - zero_point).T) * scale + bias`, summed up in fp32 and rounded once, as `int8_gemm` on the codes
-    that were packed. Above 256 rows the weight is dequantised to the dtype of `x` first, rounded by that, and
-    multiplied by PyTorch, whose `torch.backends.cuda.matmul` says how sums are formed.
+    that were packed. Above 256 rows, for weights of many output features on an H200 above 768, the weight is
+    dequantised to the dtype of `x` first, rounded by that, and multiplied by PyTorch, whose
+    `torch.backends.cuda.matmul` says how sums are formed.
 
     Args:
         x: [..., in_features], float16, bfloat16 or float32, any strides.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tk_w4a16._decode_launch import DECODE_ROWS, fits_at_once
-from tk_w4a16._middle_launch import MIDDLE_ROWS
+from tk_w4a16._middle_launch import MIDDLE_ROWS, MOST_MIDDLE_ROWS
 
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
@@ -55,7 +55,9 @@ def linear_way(m: int, n: int, dtype: str, target: Target) -> tuple[Literal["dec
     """
     if dtype == "float32":
         return "dequantize", "x is fp32, which the matrix units do not multiply"
-    if m > MIDDLE_ROWS:
+    # On an H200 tiles that are many enough to load every unit alike are faster than a weight that is written out.
+    is_wide = target.name == "sm_90" and -(-m // 128) * -(-n // 128) >= 2.5 * target.compute_units
+    if m > (MOST_MIDDLE_ROWS if is_wide else MIDDLE_ROWS):
         return "dequantize", f"m = {m} repays dequantising the weight once"
     if m > DECODE_ROWS:
         return "middle", f"m = {m} fills the matrix units, which take the weight from registers"

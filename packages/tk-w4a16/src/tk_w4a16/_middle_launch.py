@@ -11,8 +11,9 @@ from tk_kernel_core.interpreter import interpreting
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
-MIDDLE_ROWS = 256
-"""Most rows of activations that the kernels in `_middle_kernels` are meant for; they take any number."""
+MIDDLE_ROWS, MOST_MIDDLE_ROWS = 256, 1024
+"""Most rows of activations that the kernels in `_middle_kernels` are meant for, in general and for weights of many
+output features; they take any number."""
 
 _TILE, _STEP = 16, 128
 # Times the rows of a program: what the one that comes last adds up.
@@ -101,7 +102,7 @@ def prepare_middle(
     config: MiddleConfig | None = None,
     has_zeros: bool = False,
 ) -> PreparedProduct:
-    """Return what a launch for up to `MIDDLE_ROWS` rows takes beside tensors.
+    """Return what a launch takes beside tensors.
 
     The tensors are those of `prepare_decode`, with what `prepare_arrangement` of the same `k` makes of x in its place.
 

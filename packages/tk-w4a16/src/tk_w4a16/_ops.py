@@ -17,8 +17,8 @@ def w4a16_linear(x: torch.Tensor, weight: PackedInt4Weight, bias: torch.Tensor |
 
     `y = x @ ((codes - zeros) * scales).T + bias`, summed up in fp32 and rounded once; only the weight is quantised.
     From 17 rows on, and for float32, the dequantised weight may be rounded to the dtype of `x` before it is multiplied.
-    Above 256 rows, and for float32, it is dequantised at most 128 MiB at a time and multiplied by PyTorch, whose
-    `torch.backends.cuda.matmul` says how sums are formed.
+    Above 256 rows, for weights of many output features on an H200 above 1024, and for float32, it is dequantised at
+    most 128 MiB at a time and multiplied by PyTorch, whose `torch.backends.cuda.matmul` says how sums are formed.
 
     Args:
         x: [..., in_features], float16, bfloat16 or float32, any strides.
