@@ -92,10 +92,16 @@ def test_weight_offset_is_added_in_float32(device: str) -> None:
     assert_close(in_float32, rmsnorm(x.float()) * (1 + 2.0**-10), rounding_tolerance(torch.float32, 64))
 
 
-def test_eps_counts_where_the_row_is_small(device: str) -> None:
-    x = random(4, 64, dtype=torch.float32, device=device) * 1e-4
+# The longer rows are read twice.
+@pytest.mark.parametrize("hidden_size", [64, 65_537])
+def test_eps_counts_where_the_row_is_small(hidden_size: int, device: str) -> None:
+    x = random(2, hidden_size, dtype=torch.float32, device=device) * 1e-4
+    tolerance = rounding_tolerance(torch.float32, hidden_size)
     for eps in (0.0, 1e-8, 1e-6, 1.0):
-        assert_close(rmsnorm(x, eps=eps), exact_norm(x, None, eps=eps), rounding_tolerance(torch.float32, 64))
+        want = exact_norm(x, None, eps=eps)
+        assert_close(rmsnorm(x, eps=eps), want, tolerance)
+        y, _ = fused_add_rmsnorm(x / 2, x / 2, None, eps=eps)
+        assert_close(y, want, tolerance)
 
 
 def test_a_missing_weight_ignores_the_offset(device: str) -> None:
