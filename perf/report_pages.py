@@ -11,7 +11,7 @@ from typing import Any
 from reports import ROOT, STAGES, WHOLE_MODEL, kept, made_in_words, measured
 from tk_kernel_core.plot import roofline_png
 from tk_kernel_core.report import NOTHING, microseconds, notes, params_in_words, percent_of_roof, ratio, scaled
-from tk_kernel_core.results import BaselineResult, BenchResult, Report
+from tk_kernel_core.results import BaselineResult, BenchResult, Report, StageResult
 
 INDEX = """# Measured performance
 
@@ -101,22 +101,17 @@ def section(report: Report, figure: str, file: str) -> str:
 def stages(report: Report) -> str:
     """Return what a page says of the stages of calls, as `tk-kernels roofline --stages` timed them."""
     timed = [result for result in report.results if result.timing and result.stages]
-    names = dict.fromkeys(stage.name for result in timed for stage in result.stages)
+    names = dict.fromkeys(stage.name for result in timed for stage in result.stages if stage.latency_us)
     rows = []
     for result in timed:
         found = {stage.name: stage for stage in result.stages if stage.latency_us is not None}
-        row = [f"`{result.case}`", microseconds(result.timing.latency_us) if result.timing else NOTHING]
-        for stage in map(found.get, names):
-            parts = [microseconds(stage.latency_us)] if stage and stage.latency_us is not None else [NOTHING]
-            if stage and stage.placement:
-                parts.append(percent_of_roof(stage.placement))
-            row.append("<br>".join(parts))
-        rows.append(row)
+        whole = microseconds(result.timing.latency_us) if result.timing else NOTHING
+        rows.append([f"`{result.case}`<br>{whole}", *(_stage(found.get(name)) for name in names)])
     parts = [
         "### Stages of a call\n",
         f"{made_in_words(report.environment.model_dump(mode='json'))}. Times, and shares of the stages' own roofs. A "
         "stage without a time is done within another.\n",
-        _table(["case", ">the call", *(f">{name}" for name in names)], rows),
+        _table(["case, the call", *(f">{name}" for name in names)], rows),
     ]
     return "\n" + "\n".join(parts)
 
@@ -200,6 +195,13 @@ def _against(baseline: BaselineResult | None) -> str:
         verdict = {True: "met", False: "**missed**", None: "not judged"}[baseline.bar_met]
         lines.append(f"bar {baseline.bar:g} {verdict}")
     return "<br>".join(lines)
+
+
+def _stage(stage: StageResult | None) -> str:
+    if stage is None or stage.latency_us is None:
+        return NOTHING
+    share = [percent_of_roof(stage.placement)] if stage.placement else []
+    return "<br>".join([microseconds(stage.latency_us), *share])
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

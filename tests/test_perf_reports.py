@@ -200,15 +200,16 @@ def test_a_page_shows_every_case_with_its_ratios_its_bar_and_its_roof() -> None:
 
 def test_stages_are_kept_beside_a_report_and_shown_below_it() -> None:
     stage = StageResult(name="GEMM 1", latency_us=30.0, kernels=("gemm_kernel",))
-    untimed = StageResult(name="permute")
-    staged = report(result("tk-one", "decode", stages=(stage, untimed)), result("tk-one", "prefill"))
+    other = StageResult(name="combine", latency_us=5.0)
+    none = StageResult(name="between kernels", latency_us=0.0)
+    staged = report(result("tk-one", "decode", stages=(stage, none)), result("tk-one", "prefill", stages=(other,)))
     ((name, kept),) = reports.split(as_json(staged), None).items()
     assert name == "stages-tk-one"
     text = pages.stages(Report.model_validate(kept))
     (header,) = (line for line in text.splitlines() if line.startswith("| case"))
-    assert header == "| case | the call | GEMM 1 | permute |"
-    (row,) = (line for line in text.splitlines() if line.startswith("| `"))
-    assert row.split(" | ")[2:] == ["30 µs", "– |"]
+    assert header == "| case, the call | GEMM 1 | combine |"
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows == ["| `decode`<br>10 µs | 30 µs | – |", "| `prefill`<br>10 µs | – | 5 µs |"]
     assert "commit 000000000000" in text
 
 
