@@ -54,6 +54,7 @@ _CASES = (
     *_w8a8("decode-64", 64, "decode", "headline"),
     *_w8a8("chunk-256", 256, "prefill", "headline"),
     *_w8a8("prefill", 2048, "prefill", "headline"),
+    _case("llama3-70b-prompt-512", "int8_linear", 512, 28_672, 8192, f"{_LLAMA3}, 512 tokens", "prefill"),
     _case("llama2-7b-down-decode", "int8_linear", 1, 4096, 11_008, "Llama-2-7B down_proj, one token", "decode"),
     _case(
         "qwen2-7b-asymmetric-decode",

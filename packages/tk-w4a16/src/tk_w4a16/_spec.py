@@ -61,6 +61,15 @@ _CASES = (
         for name, (m, tags, _) in _HEADLINES.items()
     ),
     _case(
+        "llama3-70b-prompt-512",
+        512,
+        *_SHAPES["llama3-70b"][:2],
+        f"{_SHAPES['llama3-70b'][2]}, 512 tokens",
+        "prefill",
+        symmetric=True,
+        full_scales=True,
+    ),
+    _case(
         "qwen2-7b-gptq-decode",
         8,
         3584,
