@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tk_kernel_core.gemm_kernels import for_lanes
 from tk_kernel_core.launch import Kernel, KernelLaunch, PreparedLaunch
 
 
@@ -183,3 +184,12 @@ def spilling_launch(**options: Any) -> KernelLaunch:
 def computed_operand_launch(block_m: int, chained: bool) -> KernelLaunch:
     launch = prepare("computed_operand_kernel", 4096, CHAINED=chained, BLOCK_M=block_m, options={"num_warps": 4})
     return launch.describe(meta(1, torch.float32), meta(1, torch.int32), meta(1, torch.float16))
+
+
+@triton.jit
+def turn_axes_kernel(once_ptr, twice_ptr, N_AXES: tl.constexpr):
+    """for_lanes of 0, 1, 2, ... in N_AXES axes of 2, once and twice."""
+    places = tl.arange(0, 2**N_AXES)
+    once = for_lanes(tl.reshape(places, [2] * N_AXES), True)
+    tl.store(once_ptr + places, tl.reshape(once, [2**N_AXES]))
+    tl.store(twice_ptr + places, tl.reshape(for_lanes(once, True), [2**N_AXES]))

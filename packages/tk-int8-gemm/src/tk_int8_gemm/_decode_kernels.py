@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import (
+    NARROW_LANES,
     add_parts,
     keep_loads_above,
     load_words,
@@ -39,7 +40,10 @@ def _codes(words, dtype: tl.constexpr, PTX: tl.constexpr):
     TILES: tl.constexpr = words.shape[1]
     # warp, tile, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
     codes = tl.reshape(dequantise_int8(words, dtype, PTX), [WARPS, TILES, BLOCKS, 8, 4, 2, 2, 2, 2])
-    codes = tl.permute(codes, (0, 1, 5, 3, 2, 8, 4, 6, 7))
+    if NARROW_LANES and PTX:
+        codes = tl.permute(codes, (0, 1, 5, 3, 2, 8, 6, 4, 7))
+    else:
+        codes = tl.permute(codes, (0, 1, 5, 3, 2, 8, 4, 6, 7))
     return tl.reshape(codes, [WARPS, TILES * 16, GROUP])
 
 
@@ -109,15 +113,18 @@ def int8_decode_row_kernel(
             words = ()
             for ahead in tl.static_range(AHEAD):
                 step = iteration * 8 + first + ahead
-                loaded = load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
+                loaded = load_words(
+                    word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS, PTX
+                )
                 words += (loaded,)
             keep_loads_above(PTX)
             wait_for_predecessor(DEPENDENT_LAUNCH)
             if first == 0:
                 columns = x_columns + iteration * (8 * GROUP)
-                x = load_x(x_ptr + columns, columns, IN_FEATURES, COVERED * GROUP != IN_FEATURES)
+                x = load_x(x_ptr + columns, columns, IN_FEATURES, COVERED * GROUP != IN_FEATURES, PTX)
                 # group, warp, block, octet, half, pair, element
-                x = tl.permute(tl.reshape(x, [8, WARPS, BLOCKS, 4, 2, 2, 2]), (1, 2, 5, 3, 4, 6, 0))
+                x = tl.reshape(x, [8, WARPS, BLOCKS, 4, 2, 2, 2])
+                x = tl.permute(x, (1, 2, 5, 4, 3, 6, 0) if NARROW_LANES and PTX else (1, 2, 5, 3, 4, 6, 0))
                 x = tl.reshape(x, [WARPS, GROUP, 8])
                 if zero_point_ptr is not None:
                     x_sums = tl.dot(_ones(WARPS, dtype), x, x_sums)
@@ -189,14 +196,14 @@ def int8_decode_kernel(
         words = ()
         for ahead in tl.static_range(AHEAD):
             step = iteration * STEPS + ahead
-            loaded = load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS)
+            loaded = load_words(word_ptrs + step * GROUP_WORDS, first_groups + step, N_GROUPS, COVERED != N_GROUPS, PTX)
             words += (loaded,)
         keep_loads_above(PTX)
         wait_for_predecessor(DEPENDENT_LAUNCH)
         rows = ()
         for ahead in tl.static_range(X_AHEAD):
             begin = (iteration * STEPS + ahead) * GROUP
-            rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, COVERED * GROUP != IN_FEATURES),)
+            rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, COVERED * GROUP != IN_FEATURES, PTX),)
         for this in tl.static_range(STEPS):
             step = iteration * STEPS + this
             if this + AHEAD < STEPS:
@@ -205,14 +212,16 @@ def int8_decode_kernel(
                     first_groups + step + AHEAD,
                     N_GROUPS,
                     COVERED != N_GROUPS,
+                    PTX,
                 )
                 words += (loaded,)
             if this + X_AHEAD < STEPS:
                 begin = (step + X_AHEAD) * GROUP
-                rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, COVERED * GROUP != IN_FEATURES),)
+                rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, COVERED * GROUP != IN_FEATURES, PTX),)
             keep_loads_above(PTX)
             # row, warp, block, row tile, octet, half, pair, element
-            x = tl.permute(tl.reshape(rows[this], [8, WARPS, BLOCKS, ROW_TILES, 4, 2, 2, 2]), (1, 2, 6, 4, 5, 7, 3, 0))
+            x = tl.reshape(rows[this], [8, WARPS, BLOCKS, ROW_TILES, 4, 2, 2, 2])
+            x = tl.permute(x, (1, 2, 6, 5, 4, 7, 3, 0) if NARROW_LANES and PTX else (1, 2, 6, 4, 5, 7, 3, 0))
             x = tl.reshape(x, [WARPS, GROUP, BLOCK_M])
             if zero_point_ptr is not None:
                 # The matrix unit adds up x, too: elsewhere it would take an instruction or two for every element.

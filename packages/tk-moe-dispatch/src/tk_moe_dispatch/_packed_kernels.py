@@ -12,7 +12,7 @@ rows and tiles of these are those of `_gemm_kernels`, ids and map those of `_ker
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, store, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, for_lanes, store, wait_for_predecessor
 from tk_kernel_core.weight_kernels import (
     dequantise_int4,
     dequantise_int8,
@@ -67,17 +67,20 @@ def _load_steps(
     STEP_WORDS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Words, scales and zeros of UNROLL steps from `start` on; there are no scales where they are of whole rows."""
     words, scales, zeros = (), (), ()
     for i in tl.static_range(UNROLL):
         # The last step repeats itself.
         step = tl.minimum(start + i, last - 1)
-        words += (tl.load(word_ptrs + step * STEP_WORDS, eviction_policy="evict_first"),)
+        words += (
+            for_lanes(tl.load(for_lanes(word_ptrs + step * STEP_WORDS, PTX), eviction_policy="evict_first"), PTX),
+        )
         if GROUP_SIZE != -1:
-            scales += (load_groups(scales_ptr + offsets, step, GROUP_SIZE, N_STEPS, False),)
+            scales += (load_groups(scales_ptr + offsets, step, GROUP_SIZE, N_STEPS, False, PTX),)
         if zeros_ptr is not None:
-            zeros += (load_groups(zeros_ptr + offsets, step, GROUP_SIZE, N_STEPS, False),)
+            zeros += (load_groups(zeros_ptr + offsets, step, GROUP_SIZE, N_STEPS, False, PTX),)
     return words, scales, zeros
 
 
@@ -205,12 +208,22 @@ def packed_experts_kernel(
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         # The weight is on its way UNROLL steps ahead, in registers: shared memory is left to x.
         next_words, next_scales, next_zeros = _load_steps(
-            word_ptrs, scales_ptr, zeros_ptr, offsets, first, last, N_STEPS, STEP_WORDS, GROUP_SIZE, UNROLL
+            word_ptrs, scales_ptr, zeros_ptr, offsets, first, last, N_STEPS, STEP_WORDS, GROUP_SIZE, UNROLL, PTX
         )
         for start in tl.range(first, last, UNROLL, num_stages=STAGES):
             these_words, scales, zeros = next_words, next_scales, next_zeros
             next_words, next_scales, next_zeros = _load_steps(
-                word_ptrs, scales_ptr, zeros_ptr, offsets, start + UNROLL, last, N_STEPS, STEP_WORDS, GROUP_SIZE, UNROLL
+                word_ptrs,
+                scales_ptr,
+                zeros_ptr,
+                offsets,
+                start + UNROLL,
+                last,
+                N_STEPS,
+                STEP_WORDS,
+                GROUP_SIZE,
+                UNROLL,
+                PTX,
             )
             for i in tl.static_range(UNROLL):
                 if DESCRIPTORS:
@@ -225,7 +238,7 @@ def packed_experts_kernel(
                 else:
                     total += tl.dot(weight, x_tile.T) * _for_sums(scales[i], BLOCK_N, BLOCK_M)
         if GROUP_SIZE == -1:
-            scales = load_groups(scales_ptr + offsets, first, GROUP_SIZE, N_STEPS, False)
+            scales = load_groups(scales_ptr + offsets, first, GROUP_SIZE, N_STEPS, False, PTX)
             total *= _for_sums(scales, BLOCK_N, BLOCK_M)
 
         columns = program_n * OUT_N + tl.arange(0, OUT_N)[:, None]

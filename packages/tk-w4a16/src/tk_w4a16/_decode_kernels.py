@@ -20,8 +20,10 @@ import triton
 import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import (
+    NARROW_LANES,
     STEP,
     add_parts,
+    for_lanes,
     keep_loads_above,
     load_words,
     load_x,
@@ -57,7 +59,9 @@ def _left_operand(words, zeros, PARTS: tl.constexpr, dtype: tl.constexpr, PTX: t
         dequantise_int4(words, zeros, None, dtype, PTX),
         [WARPS, TILES, PAIRS, 2 // PAIRS, 8, 4, SINGLE, 2 // SINGLE, 2, 2, 2, 2],
     )
-    if zeros is None:
+    if zeros is None and NARROW_LANES and PTX:
+        codes = tl.permute(codes, (2, 6, 0, 1, 8, 4, 3, 7, 10, 11, 5, 9))
+    elif zeros is None:
         codes = tl.permute(codes, (2, 6, 0, 1, 8, 4, 3, 7, 10, 5, 11, 9))
     elif PARTS < BLOCKS:
         codes = tl.permute(codes, (2, 6, 0, 1, 8, 4, 3, 10, 5, 7, 11, 9))
@@ -67,14 +71,16 @@ def _left_operand(words, zeros, PARTS: tl.constexpr, dtype: tl.constexpr, PTX: t
 
 
 @triton.jit
-def _right_operand(x, PARTS: tl.constexpr, HAS_ZEROS: tl.constexpr):
+def _right_operand(x, PARTS: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
     """x [8, WARPS, BLOCKS, ROW_TILES, 32] as [PARTS * WARPS, STEP / PARTS, ROW_TILES * 8]."""
     WARPS: tl.constexpr = x.shape[1]
     ROW_TILES: tl.constexpr = x.shape[3]
     ADJACENT: tl.constexpr = 1 if PARTS == BLOCKS else 2
     # row, warp, part, pair of blocks, block, row tile, octet, half, pair, column
     x = tl.reshape(x, [8, WARPS, PARTS, BLOCKS // PARTS // ADJACENT, ADJACENT, ROW_TILES, 4, 2, 2, 2])
-    if not HAS_ZEROS:
+    if not HAS_ZEROS and NARROW_LANES and PTX:
+        x = tl.permute(x, (2, 1, 3, 4, 8, 7, 6, 9, 5, 0))
+    elif not HAS_ZEROS:
         x = tl.permute(x, (2, 1, 3, 4, 8, 6, 7, 9, 5, 0))
     elif PARTS < BLOCKS:
         x = tl.permute(x, (2, 1, 3, 8, 6, 4, 7, 9, 5, 0))
@@ -149,23 +155,24 @@ def w4a16_decode_row_kernel(
             zeros = ()
             for ahead in tl.static_range(AHEAD):
                 step = iteration * 8 + first + ahead
-                loaded = load_words(word_ptrs + step * STEP_WORDS, first_steps + step, N_STEPS, COVERED != N_STEPS)
+                loaded = load_words(word_ptrs + step * STEP_WORDS, first_steps + step, N_STEPS, COVERED != N_STEPS, PTX)
                 words += (loaded,)
                 if zeros_ptr is not None:
-                    zeros += (load_groups(zero_ptrs, group_steps + step, GROUP_SIZE, N_STEPS, COVERED != N_STEPS),)
+                    zeros += (load_groups(zero_ptrs, group_steps + step, GROUP_SIZE, N_STEPS, COVERED != N_STEPS, PTX),)
             if first == 0:
                 steps = pair_steps + iteration * 8
                 group_ptrs = scale_ptrs + group_of(steps, scale_parts, GROUP_SIZE) * 16
                 if COVERED != N_STEPS:
-                    scales = tl.load(group_ptrs, mask=steps < N_STEPS, other=0.0)
+                    exists = for_lanes(steps < N_STEPS, PTX)
+                    scales = for_lanes(tl.load(for_lanes(group_ptrs, PTX), mask=exists, other=0.0), PTX)
                 else:
-                    scales = tl.load(group_ptrs)
+                    scales = for_lanes(tl.load(for_lanes(group_ptrs, PTX)), PTX)
             keep_loads_above(PTX)
             wait_for_predecessor(DEPENDENT_LAUNCH)
             if first == 0:
                 columns = x_columns + iteration * (8 * STEP)
-                x = load_x(x_ptr + columns, columns, IN_FEATURES, COVERED * STEP != IN_FEATURES)
-                x = _right_operand(x, PARTS, zeros_ptr is not None)
+                x = load_x(x_ptr + columns, columns, IN_FEATURES, COVERED * STEP != IN_FEATURES, PTX)
+                x = _right_operand(x, PARTS, zeros_ptr is not None, PTX)
             for ahead in tl.static_range(AHEAD):
                 diagonal = select(x, own_step == first + ahead, PTX)
                 codes = _left_operand(words[ahead], None if zeros_ptr is None else zeros[ahead], PARTS, dtype, PTX)
@@ -249,24 +256,24 @@ def w4a16_decode_kernel(
         for this in tl.static_range(-AHEAD, STEPS):
             if this + AHEAD < STEPS:
                 step = iteration * STEPS + this + AHEAD
-                loaded = load_words(word_ptrs + step * STEP_WORDS, first_steps + step, N_STEPS, COVERED != N_STEPS)
+                loaded = load_words(word_ptrs + step * STEP_WORDS, first_steps + step, N_STEPS, COVERED != N_STEPS, PTX)
                 words += (loaded,)
-                scales += (load_groups(scale_ptrs, group_steps + step, GROUP_SIZE, N_STEPS, COVERED != N_STEPS),)
+                scales += (load_groups(scale_ptrs, group_steps + step, GROUP_SIZE, N_STEPS, COVERED != N_STEPS, PTX),)
                 if zeros_ptr is not None:
-                    zeros += (load_groups(zero_ptrs, group_steps + step, GROUP_SIZE, N_STEPS, COVERED != N_STEPS),)
+                    zeros += (load_groups(zero_ptrs, group_steps + step, GROUP_SIZE, N_STEPS, COVERED != N_STEPS, PTX),)
             if this == -1:
                 keep_loads_above(PTX)
                 wait_for_predecessor(DEPENDENT_LAUNCH)
                 for ahead in tl.static_range(X_AHEAD):
                     begin = (iteration * STEPS + ahead) * STEP
-                    rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, RAGGED),)
+                    rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, RAGGED, PTX),)
             if this >= 0:
                 if this + X_AHEAD < STEPS:
                     begin = (iteration * STEPS + this + X_AHEAD) * STEP
-                    rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, RAGGED),)
+                    rows += (load_x(x_ptrs + begin, x_columns + begin, IN_FEATURES, RAGGED, PTX),)
                 keep_loads_above(PTX)
                 codes = _left_operand(words[this], None if zeros_ptr is None else zeros[this], PARTS, dtype, PTX)
-                product = tl.dot(codes, _right_operand(rows[this], PARTS, zeros_ptr is not None))
+                product = tl.dot(codes, _right_operand(rows[this], PARTS, zeros_ptr is not None, PTX))
                 # part, warp, tile, half of the rows, row; equal in the columns, four lanes of two registers
                 scale = tl.permute(scales[this], (4, 2, 3, 5, 1, 0)).to(tl.float32)
                 scale = tl.reshape(scale, [PARTS * WARPS, TILES * 16, 1, 4, 1])

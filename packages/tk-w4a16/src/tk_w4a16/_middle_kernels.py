@@ -9,7 +9,7 @@ The core's `arrange_rows_kernel` brings x into it, once for all programs that re
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, store, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, for_lanes, store, wait_for_predecessor
 from tk_kernel_core.weight_kernels import (
     STEP_WORDS,
     for_words,
@@ -77,10 +77,10 @@ def w4a16_middle_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # The weight is on its way a step ahead, in registers: shared memory is left to x. It does not wait, not even for
     # what came before arrange_rows_kernel, which releases this kernel at once: kernels that make weights do not.
-    next_words = tl.load(word_ptrs, eviction_policy="evict_first")
-    next_scales = load_groups(scales_ptr + offsets, first, GROUP_SIZE, N_STEPS, False)
+    next_words = for_lanes(tl.load(for_lanes(word_ptrs, PTX), eviction_policy="evict_first"), PTX)
+    next_scales = load_groups(scales_ptr + offsets, first, GROUP_SIZE, N_STEPS, False, PTX)
     if zeros_ptr is not None:
-        next_zeros = load_groups(zeros_ptr + offsets, first, GROUP_SIZE, N_STEPS, False)
+        next_zeros = load_groups(zeros_ptr + offsets, first, GROUP_SIZE, N_STEPS, False, PTX)
     wait_for_predecessor(DEPENDENT_LAUNCH)
     for step in tl.range(first, last, num_stages=STAGES):
         these_words, scales, zeros = next_words, next_scales, None
@@ -92,11 +92,11 @@ def w4a16_middle_kernel(
         else:
             word_ptrs += (next_step - step) * STEP_WORDS
             ahead_ptrs = word_ptrs
-        next_words = tl.load(ahead_ptrs, eviction_policy="evict_first")
-        next_scales = load_groups(scales_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False)
+        next_words = for_lanes(tl.load(for_lanes(ahead_ptrs, PTX), eviction_policy="evict_first"), PTX)
+        next_scales = load_groups(scales_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False, PTX)
         if zeros_ptr is not None:
             zeros = for_words(next_zeros.to(tl.int32))
-            next_zeros = load_groups(zeros_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False)
+            next_zeros = load_groups(zeros_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False, PTX)
         if DESCRIPTORS:
             x = arranged.load([first_row, step * STEP])
         else:

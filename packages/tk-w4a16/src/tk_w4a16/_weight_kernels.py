@@ -40,10 +40,10 @@ def dequantize_packed_kernel(
     exists = steps[:, None, None, None] < N_STEPS
     packed = tl.load(codes_ptr + words, mask=exists, other=0, eviction_policy="evict_first")
     group_steps = steps[None, None, :, None, None, None]
-    scales = for_words(load_groups(scales_ptr + offsets, group_steps, GROUP_SIZE, N_STEPS, True))
+    scales = for_words(load_groups(scales_ptr + offsets, group_steps, GROUP_SIZE, N_STEPS, True, PTX))
     zeros = None
     if zeros_ptr is not None:
-        zeros = load_groups(zeros_ptr + offsets, group_steps, GROUP_SIZE, N_STEPS, True)
+        zeros = load_groups(zeros_ptr + offsets, group_steps, GROUP_SIZE, N_STEPS, True, PTX)
         zeros = for_words(zeros.to(tl.int32))
     # step, pair of blocks, row, octet, block, half of the rows, column of the pair, pair, half of the octet
     codes = tl.reshape(dequantise_int4(packed, zeros, None, tl.float16, PTX), [STEPS, 2, 8, 4, 2, 2, 2, 2, 2])

@@ -9,6 +9,34 @@ import triton.language as tl
 
 STEP = tl.constexpr(128)
 
+_RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+_LAST_AXES_FIRST = tl.constexpr(_RELEASE >= (3, 7))
+NARROW_LANES = tl.constexpr(_RELEASE >= (3, 8))
+"""Whether a lane holds two neighbouring columns of an operand that comes of bytes, as instructions have it, or four."""
+
+
+@triton.jit
+def for_lanes(tensor, PTX: tl.constexpr):
+    """Turn round all axes but the last, if this Triton gives those at the end to lanes and warps first, and back again.
+
+    Goes around loads whose lanes and warps are to hold what the matrix instruction wants there: neighbours along the
+    last axis in a thread, and lanes and warps along the first ones.
+    """
+    N_AXES: tl.constexpr = len(tensor.shape)
+    if not (PTX and _LAST_AXES_FIRST):
+        return tensor
+    elif N_AXES == 3:
+        return tl.permute(tensor, (1, 0, 2))
+    elif N_AXES == 4:
+        return tl.permute(tensor, (2, 1, 0, 3))
+    elif N_AXES == 5:
+        return tl.permute(tensor, (3, 2, 1, 0, 4))
+    elif N_AXES == 6:
+        return tl.permute(tensor, (4, 3, 2, 1, 0, 5))
+    else:
+        tl.static_assert(N_AXES == 7)
+        return tl.permute(tensor, (5, 4, 3, 2, 1, 0, 6))
+
 
 @triton.jit
 def wait_for_predecessor(DEPENDENT_LAUNCH: tl.constexpr):
@@ -31,23 +59,24 @@ def release_and_wait(DEPENDENT_LAUNCH: tl.constexpr):
 
 
 @triton.jit
-def load_words(ptrs, steps, N_STEPS: tl.constexpr, SPARE: tl.constexpr):
+def load_words(ptrs, steps, N_STEPS: tl.constexpr, SPARE: tl.constexpr, PTX: tl.constexpr):
     """The words of one step of each warp, [WARPS, ...]. Where SPARE, steps [WARPS] from N_STEPS on do not exist."""
     # Nothing is read twice: the weight makes room first.
     if SPARE:
-        exists = steps[:, None, None, None] < N_STEPS
-        return tl.load(ptrs, mask=exists, other=0, eviction_policy="evict_first")
+        exists = for_lanes(steps[:, None, None, None] < N_STEPS, PTX)
+        return for_lanes(tl.load(for_lanes(ptrs, PTX), mask=exists, other=0, eviction_policy="evict_first"), PTX)
     else:
-        return tl.load(ptrs, eviction_policy="evict_first")
+        return for_lanes(tl.load(for_lanes(ptrs, PTX), eviction_policy="evict_first"), PTX)
 
 
 @triton.jit
-def load_x(ptrs, columns, IN_FEATURES: tl.constexpr, RAGGED: tl.constexpr):
+def load_x(ptrs, columns, IN_FEATURES: tl.constexpr, RAGGED: tl.constexpr, PTX: tl.constexpr):
     """Activations; where RAGGED, columns from IN_FEATURES on do not exist."""
     if RAGGED:
-        return tl.load(ptrs, mask=columns < IN_FEATURES, other=0.0)
+        exists = for_lanes(columns < IN_FEATURES, PTX)
+        return for_lanes(tl.load(for_lanes(ptrs, PTX), mask=exists, other=0.0), PTX)
     else:
-        return tl.load(ptrs)
+        return for_lanes(tl.load(for_lanes(ptrs, PTX)), PTX)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ a quarter.
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP
+from tk_kernel_core.gemm_kernels import STEP, for_lanes
 
 BLOCKS = tl.constexpr(4)  # of 32 columns, in a step
 STEP_WORDS = tl.constexpr(256)  # of 4 bits, in a step of a tile
@@ -202,7 +202,7 @@ def row_offsets(tiles, N_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def load_groups(ptrs, steps, GROUP_SIZE: tl.constexpr, N_STEPS: tl.constexpr, SPARE: tl.constexpr):
+def load_groups(ptrs, steps, GROUP_SIZE: tl.constexpr, N_STEPS: tl.constexpr, SPARE: tl.constexpr, PTX: tl.constexpr):
     """Scales or zeros of steps, [4 times the same, 8 rows, WARPS, TILES, PARTS, 2 halves of the rows].
 
     ptrs are those of group 0; steps broadcast to them. Where SPARE, steps from N_STEPS on do not exist.
@@ -210,6 +210,7 @@ def load_groups(ptrs, steps, GROUP_SIZE: tl.constexpr, N_STEPS: tl.constexpr, SP
     parts = tl.arange(0, n_parts(GROUP_SIZE))[None, None, None, None, :, None]
     ptrs += group_of(steps, parts, GROUP_SIZE) * 16
     if SPARE:
-        return tl.load(ptrs, mask=steps < N_STEPS, other=0)
+        exists = for_lanes(steps < N_STEPS, PTX)
+        return for_lanes(tl.load(for_lanes(ptrs, PTX), mask=exists, other=0), PTX)
     else:
-        return tl.load(ptrs)
+        return for_lanes(tl.load(for_lanes(ptrs, PTX)), PTX)
