@@ -90,7 +90,7 @@ _CASES = (
 )
 
 
-# With more rows `int8_linear` multiplies by weights that are rounded to the dtype of x.
+# With more rows `int8_linear` may multiply by weights that are rounded to the dtype of x.
 _MOST_ROWS_UNROUNDED = 256
 
 
@@ -144,9 +144,6 @@ def reference(inputs: Inputs) -> Any:
     bias = None if inputs["bias"] is None else inputs["bias"].double()
     if inputs["form"] == "w8a8_gemm":
         return w8a8_gemm_torch(x, codes, scale, bias, zero_point=zero_point)
-    if x.shape[0] > _MOST_ROWS_UNROUNDED:
-        dense = dequantize(codes, scale, x.dtype, zero_point=zero_point)
-        return torch.nn.functional.linear(x.double(), dense.double(), bias).to(x.dtype)
     return int8_gemm_torch(x.double(), codes, scale, bias, zero_point=zero_point).to(x.dtype)
 
 
@@ -166,8 +163,14 @@ def tolerance(case: Case) -> Tolerance:
     params: dict[str, Any] = dict(case.params)
     if params["form"] == "quantize":
         return Tolerance(0.0, 0.0)
+    dtype = getattr(torch, params["dtype"])
     # The terms of the sum are of the size of their largest partial sums.
-    return rounding_tolerance(getattr(torch, params["dtype"]), params["k"], magnitude=8.0)
+    summing = rounding_tolerance(dtype, params["k"], magnitude=8.0)
+    # Weights that are rounded move results by a fifth of a unit in the last place of their size, which is below 3 even
+    # for the largest scales of tens of thousands; 7 times that is beyond what happens to one in a hundred million.
+    may_round = params["form"] == "int8_linear" and params["m"] > _MOST_ROWS_UNROUNDED
+    rounding = 4 * torch.finfo(dtype).eps if may_round else 0.0
+    return Tolerance(summing.absolute + rounding, summing.relative)
 
 
 def shrink(case: Case) -> Case:
