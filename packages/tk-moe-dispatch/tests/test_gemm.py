@@ -78,27 +78,30 @@ def exact_swiglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 FORMS = [
-    (False, False, False, torch.float16),
-    (True, False, False, torch.bfloat16),
-    (True, True, False, torch.bfloat16),
-    (True, True, True, torch.float16),
+    (False, False, False, 16, torch.float16),
+    (True, False, False, 16, torch.bfloat16),
+    (True, True, False, 16, torch.bfloat16),
+    (True, True, True, 16, torch.float16),
+    (True, False, False, 48, torch.float16),
+    (True, True, True, 48, torch.bfloat16),
 ]
 
 
 @runs_kernels
-@pytest.mark.parametrize(("descriptors", "swapped", "flatten", "dtype"), FORMS)
+@pytest.mark.parametrize(("descriptors", "swapped", "flatten", "block_m", "dtype"), FORMS)
 def test_rows_meet_the_weights_of_their_expert_and_no_others_are_read(
-    descriptors: bool, swapped: bool, flatten: bool, dtype: torch.dtype, device: str
+    descriptors: bool, swapped: bool, flatten: bool, block_m: int, dtype: torch.dtype, device: str
 ) -> None:
     # 72 columns are more than one step and less than two, 40 features more than one tile and less than two.
-    counts, n, k = (0, 5, 1, 37, 0, 16), 40, 72
+    # Of 48 rows a tile, parts of 32 and 16, experts fill the first one, some of the second, and two tiles.
+    counts, n, k = (0, 5, 1, 37, 0, 32, 67), 40, 72
     x = enclosed(integers(sum(counts), k, device=device, dtype=dtype, seed=1))
     weight = enclosed(integers(len(counts), n, k, device=device, dtype=dtype, seed=2))
     want = torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)])
     weight[[0, 4]] = NAN
     out = enclosed(torch.full((sum(counts), n), NAN, device=device, dtype=dtype))
-    config = tiled(n, False, descriptors, device, swapped=swapped, flatten=flatten)
-    gemm_launch(config, x, weight)(out, x, schedule(counts, 16, device), out, weight, weight)
+    config = tiled(n, False, descriptors, device, swapped=swapped, flatten=flatten, block_m=block_m)
+    gemm_launch(config, x, weight)(out, x, x, schedule(counts, block_m, device), out, weight, weight)
     assert torch.equal(out, want.to(dtype))
     for beyond in (out.storage_offset() - 1, out.storage_offset() + out.numel()):
         assert out.as_strided((1,), (1,), beyond).isnan().item()
@@ -112,7 +115,7 @@ def test_an_odd_number_of_columns_is_read_by_pointers(device: str) -> None:
     assert not fit_descriptors(x)
     out = enclosed(torch.full((sum(counts), n), NAN, device=device, dtype=torch.float16))
     config = tiled(n, False, False, device)
-    gemm_launch(config, x, weight)(out, x, schedule(counts, 16, device), out, weight, weight)
+    gemm_launch(config, x, weight)(out, x, x, schedule(counts, 16, device), out, weight, weight)
     want = torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)])
     assert torch.equal(out, want.half())
 
@@ -160,7 +163,7 @@ def test_tokens_are_gathered_and_gate_and_up_joined_by_swiglu(
     launch = gemm_launch(
         config, x, weights[0], bias if has_bias else None, gated=True, gathers=True, top_k=top_k, activation=activation
     )
-    launch(out, x, schedule(counts, 16, device), slots, *weights, *vectors)
+    launch(out, x, x, schedule(counts, 16, device), slots, *weights, *vectors)
     wanted = []
     for expert, rows in enumerate(x.double()[slots.long() // top_k].split(counts)):
         halves = [rows @ w[expert].double().T for w in (gate, up)]
@@ -185,7 +188,7 @@ def test_results_go_to_their_slots_weighted_and_other_slots_are_left_alone(
     out = torch.full((n_slots, n), NAN, device=device, dtype=torch.float16)
     config = tiled(n, False, descriptors, device, swapped=swapped)
     launch = gemm_launch(config, x, weight, bias, scatters=True)
-    launch(out, x, schedule(counts, 16, device), slots, weight, weight, routing, bias)
+    launch(out, x, x, schedule(counts, 16, device), slots, weight, weight, routing, bias)
     want = torch.full_like(out, NAN)
     for expert, (rows, its_slots) in enumerate(
         zip(x.split((*counts, 8)), slots.long().split((*counts, 8)), strict=True)
@@ -206,9 +209,9 @@ def test_tiles_are_all_made_whatever_the_number_of_programs(n_programs: int, dev
     out = torch.full((sum(counts), n), NAN, device=device, dtype=torch.float16)
     launch = gemm_launch(config, x, weight)
     # No rows, no tiles: nothing happens.
-    launch(out, x, schedule((0, 0, 0, 0), 16, device), out, weight, weight)
+    launch(out, x, x, schedule((0, 0, 0, 0), 16, device), out, weight, weight)
     assert out.isnan().all()
-    launch(out, x, schedule(counts, 16, device), out, weight, weight)
+    launch(out, x, x, schedule(counts, 16, device), out, weight, weight)
     want = torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)])
     assert torch.equal(out, want.half())
 
@@ -224,7 +227,7 @@ def test_experts_beyond_two_to_the_31_elements_are_reached(descriptors: bool, de
     x = integers(3, k, device=device, dtype=torch.float16, seed=1)
     out = torch.full((3, n), NAN, device=device, dtype=torch.float16)
     gemm_launch(tiled(n, False, descriptors, device), x, weight)(
-        out, x, schedule((1, 2), 16, device), out, weight, weight
+        out, x, x, schedule((1, 2), 16, device), out, weight, weight
     )
     want = torch.cat([x[:1].double() @ weight[0].double().T, x[1:].double() @ weight[1].double().T])
     assert torch.equal(out, want.half())
@@ -333,9 +336,9 @@ def compiled_launches(
             x = new(n_tokens if config.gathers else n_slots, hidden)
             weight = join(gate, up) if config.up.joined else gate
             first = gemm_launch(config.up, x, weight, bias, gated=True, gathers=config.gathers, top_k=top_k)
-            first(h, x, ids, ids, weight, up, None, bias, up_bias)
+            first(h, x, x, ids, ids, weight, up, None, bias, up_bias)
             second = gemm_launch(config.down, h, down, down_bias, scatters=True, top_k=top_k)
-            second(new(n_slots, hidden), h, ids, ids, down, down, routing, down_bias)
+            second(new(n_slots, hidden), h, h, ids, ids, down, down, routing, down_bias)
     return launches
 
 
@@ -354,7 +357,7 @@ def test_biases_and_odd_sizes_leave_enough_registers(hidden: int, ffn: int, n_to
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("n_tokens", "rows", "dtype"), [(32, 16, torch.float16), (512, 64, torch.float16), (2048, 128, torch.bfloat16)]
+    ("n_tokens", "rows", "dtype"), [(32, 16, torch.float16), (128, 64, torch.float16), (1024, 128, torch.bfloat16)]
 )
 def test_swiglu_needs_no_shared_memory_but_for_the_store(n_tokens: int, rows: int, dtype: torch.dtype) -> None:
     for launch in compiled_launches(MODELS["mixtral"], n_tokens, dtype, False):
@@ -366,6 +369,17 @@ def test_swiglu_needs_no_shared_memory_but_for_the_store(n_tokens: int, rows: in
         assert {name for name in made.instructions if name.startswith("cp.async")} <= {"cp.async.v4"}
         assert made.instructions["tma"] > 0
         assert made.instructions["wgmma"] > 0
+
+
+@pytest.mark.compiler
+def test_the_highest_tile_multiplies_both_parts_with_what_is_read_once() -> None:
+    for launch in compiled_launches(MODELS["mixtral"], 512, torch.bfloat16, False):
+        tile, made = dict(launch.arguments), inspect(compile_launch(launch, H200))
+        assert (tile["BLOCK_M"], tile["REST_M"]) == (128, 64)
+        assert made.spill_bytes == 0
+        # Four steps of 16 columns for each part; two copies of x and one of the weight for each stage.
+        assert made.instructions["wgmma"] == 8
+        assert made.instructions["tma"] == 3 * tile["STAGES"]
 
 
 @pytest.mark.compiler

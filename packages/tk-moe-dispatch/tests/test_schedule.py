@@ -70,14 +70,16 @@ def random_ids(n_tokens: int, top_k: int, n_experts: int, device: str, dtype: to
     return torch.randint(-1, n_experts + 1, (n_tokens, top_k), generator=generator).to(device, dtype)
 
 
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let few slots be more than one program sorts."""
+@pytest.fixture(params=[False, True], ids=["each counts all", "counted before"])
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let few slots be more than one program sorts, in either way of counting them."""
     choose = _plans.schedule_config
 
     def small(n_slots: int, *rest: object) -> ScheduleConfig:
         config = choose(n_slots, *rest)  # type: ignore[arg-type]  # passed on
-        return dataclasses.replace(config, chunk=16, n_chunks=-(-n_slots // 16), block_c=2, block_j=8)
+        block_all = 0 if request.param else config.block_all
+        sizes = {"chunk": 16, "n_chunks": -(-n_slots // 16), "block_all": block_all, "block_c": 2, "block_j": 8}
+        return dataclasses.replace(config, **sizes)
 
     monkeypatch.setattr(_plans, "schedule_config", small)
     monkeypatch.setattr(_plans, "planned", PlanCache[Any]().plan_for)

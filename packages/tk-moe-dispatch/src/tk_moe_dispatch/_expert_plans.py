@@ -248,8 +248,8 @@ def experts_plan(
         if order is not None:
             x = order(x, positions, offsets)
         h, rows = new_h(), new_rows()
-        to_h(h, x, tiles, sorted_slots, gate, up, None, gate_bias, up_bias)
-        to_slots(rows, h, tiles, sorted_slots, down, down, weights.contiguous(), down_bias)
+        to_h(h, x, x, tiles, sorted_slots, gate, up, None, gate_bias, up_bias)
+        to_slots(rows, h, h, tiles, sorted_slots, down, down, weights.contiguous(), down_bias)
         return combine(rows, positions) if shared is None else combine(rows, positions, None, shared)
 
     return sort

@@ -59,6 +59,14 @@ def _load_weight(weight, offsets, expert, first_feature, start, K: tl.constexpr,
 
 
 @triton.jit
+def _zeros(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, SWAPPED: tl.constexpr):
+    if SWAPPED:
+        return tl.zeros([WIDTH, BLOCK_M], tl.float32)
+    else:
+        return tl.zeros([BLOCK_M, WIDTH], tl.float32)
+
+
+@triton.jit
 def _accumulate(total, x, w, SWAPPED: tl.constexpr):
     if SWAPPED:
         return tl.dot(w, x.T, total)
@@ -69,6 +77,7 @@ def _accumulate(total, x, w, SWAPPED: tl.constexpr):
 @triton.jit
 def _multiply(
     x,
+    x_rest,
     slots_ptr,
     weight,
     up_weight,
@@ -88,11 +97,15 @@ def _multiply(
     SWAPPED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    REST_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return a tile of x @ weight[expert].T and, if GATED, of x @ up_weight[expert].T; [BLOCK_M, BLOCK_N], fp32."""
+    """Return BLOCK_M rows of x @ weight[expert].T, and as the second the REST_M rows behind them, in fp32.
+
+    If GATED and not JOINED, the second is BLOCK_M rows of x @ up_weight[expert].T: no other rows follow then.
+    """
     X_BY_POINTER: tl.constexpr = GATHER or not DESCRIPTORS
     if X_BY_POINTER:
         # Rows and features that do not exist repeat the last one.
@@ -104,13 +117,12 @@ def _multiply(
     if not DESCRIPTORS:
         features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), N - 1)
         offsets = expert.to(tl.int64) * stride_expert + features.to(tl.int64)[:, None] * stride_feature
-    if JOINED:
-        total = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
-    elif SWAPPED:
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_total = total
+    # Rows of another expert are not worth reading: rows beyond x are zeros that cost nothing.
+    rest = first_row + BLOCK_M
+    rest = tl.where(rest < end_row, rest, 2**31 - REST_M - 1)
+    WIDTH: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
+    total = _zeros(BLOCK_M, WIDTH, SWAPPED)
+    second = _zeros(REST_M if REST_M else BLOCK_M, WIDTH, SWAPPED)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if X_BY_POINTER:
             x_tile = _load_step(x_ptrs, start, K, BLOCK_K)
@@ -118,20 +130,19 @@ def _multiply(
             x_tile = x.load([first_row, start])
         if JOINED:
             # One wide product reads x once, where two would read it twice.
-            both = weight.load([expert, 0, first_feature, start])
-            total = _accumulate(total, x_tile, tl.reshape(both, [2 * BLOCK_N, BLOCK_K]), SWAPPED)
+            w = tl.reshape(weight.load([expert, 0, first_feature, start]), [WIDTH, BLOCK_K])
         else:
             w = _load_weight(weight, offsets, expert, first_feature, start, K, BLOCK_K)
-            total = _accumulate(total, x_tile, w, SWAPPED)
-        if GATED and not JOINED:
+        total = _accumulate(total, x_tile, w, SWAPPED)
+        if REST_M:
+            second = _accumulate(second, x_rest.load([rest, start]), w, SWAPPED)
+        elif GATED and not JOINED:
             w = _load_weight(up_weight, offsets, expert, first_feature, start, K, BLOCK_K)
-            up_total = _accumulate(up_total, x_tile, w, SWAPPED)
-    if JOINED:
-        return tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1)))
-    elif SWAPPED:
-        return total.T, up_total.T
+            second = _accumulate(second, x_tile, w, SWAPPED)
+    if SWAPPED:
+        return total.T, second.T
     else:
-        return total, up_total
+        return total, second
 
 
 @triton.jit
@@ -143,10 +154,55 @@ def add_bias(values, bias_ptr, expert, features, stride_bias, step_bias, n):
     return values
 
 
+@triton.jit
+def _finish(
+    total,
+    up_total,
+    out_ptr,
+    slots_ptr,
+    routing_ptr,
+    bias_ptr,
+    up_bias_ptr,
+    expert,
+    first_row,
+    end_row,
+    first_feature,
+    stride_bias,
+    step_bias,
+    alpha,
+    beta,
+    limit,
+    N: tl.constexpr,
+    SCATTER: tl.constexpr,
+    GATED: tl.constexpr,
+    JOINED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store what products of BLOCK_M rows from first_row on make, as `expert_gemm_kernel` says."""
+    features = first_feature + tl.arange(0, BLOCK_N)[None, :]
+    if JOINED:
+        halves = tl.permute(tl.reshape(total, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1))
+        total, up_total = tl.split(halves)
+    total = add_bias(total, bias_ptr, expert, features, stride_bias, step_bias, N)
+    if GATED:
+        up_total = add_bias(up_total, up_bias_ptr, expert, features, stride_bias, step_bias, N)
+        total = swiglu(total, up_total, alpha, beta, limit)
+    rows = first_row + tl.arange(0, BLOCK_M)[:, None]
+    row_exists = rows < end_row
+    if SCATTER:
+        rows = tl.load(slots_ptr + rows, mask=row_exists, other=0)
+    if routing_ptr is not None:
+        total *= tl.load(routing_ptr + rows, mask=row_exists, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + rows.to(tl.int64) * N + features
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_exists & (features < N))
+
+
 @triton.jit(do_not_specialize=["top_k"])
 def expert_gemm_kernel(
     out_ptr,
     x,
+    x_rest,
     tiles_ptr,
     slots_ptr,
     weight,
@@ -172,6 +228,7 @@ def expert_gemm_kernel(
     SWAPPED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    REST_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -185,8 +242,8 @@ def expert_gemm_kernel(
     up_weight. SCATTER: rows of out are slots, else sorted rows; each is multiplied by its element of routing, if that
     is given. SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time.
     Weights are DESCRIPTORS of blocks [1, BLOCK_N, BLOCK_K], and x, unless gathered, of blocks [BLOCK_M, BLOCK_K]; or
-    all are pointers. JOINED: weight is one of both, [experts, 2, N, K], of blocks [1, 2, BLOCK_N, BLOCK_K]. out is
-    contiguous.
+    all are pointers. JOINED: weight is one of both, [experts, 2, N, K], of blocks [1, 2, BLOCK_N, BLOCK_K]. A tile has
+    BLOCK_M + REST_M rows: where REST_M is not 0, x_rest is x again, of blocks [REST_M, BLOCK_K]. out is contiguous.
     """
     n_feature_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     wait_for_predecessor(DEPENDENT_LAUNCH)
@@ -196,8 +253,9 @@ def expert_gemm_kernel(
         expert = tl.load(tiles_ptr + row_tile * 4)
         first_row = tl.load(tiles_ptr + row_tile * 4 + 1)
         end_row = tl.load(tiles_ptr + row_tile * 4 + 2)
-        total, up_total = _multiply(
+        total, second = _multiply(
             x,
+            x_rest,
             slots_ptr,
             weight,
             up_weight,
@@ -217,20 +275,57 @@ def expert_gemm_kernel(
             SWAPPED,
             DESCRIPTORS,
             BLOCK_M,
+            REST_M,
             BLOCK_N,
             BLOCK_K,
             STAGES,
         )
-        features = feature_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        total = add_bias(total, bias_ptr, expert, features, stride_bias, step_bias, N)
-        if GATED:
-            up_total = add_bias(up_total, up_bias_ptr, expert, features, stride_bias, step_bias, N)
-            total = swiglu(total, up_total, alpha, beta, limit)
-        rows = first_row + tl.arange(0, BLOCK_M)[:, None]
-        row_exists = rows < end_row
-        if SCATTER:
-            rows = tl.load(slots_ptr + rows, mask=row_exists, other=0)
-        if routing_ptr is not None:
-            total *= tl.load(routing_ptr + rows, mask=row_exists, other=0.0).to(tl.float32)
-        out_ptrs = out_ptr + rows.to(tl.int64) * N + features
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_exists & (features < N))
+        _finish(
+            total,
+            second,
+            out_ptr,
+            slots_ptr,
+            routing_ptr,
+            bias_ptr,
+            up_bias_ptr,
+            expert,
+            first_row,
+            end_row,
+            feature_tile * BLOCK_N,
+            stride_bias,
+            step_bias,
+            alpha,
+            beta,
+            limit,
+            N,
+            SCATTER,
+            GATED,
+            JOINED,
+            BLOCK_M,
+            BLOCK_N,
+        )
+        if REST_M:
+            _finish(
+                second,
+                second,
+                out_ptr,
+                slots_ptr,
+                routing_ptr,
+                bias_ptr,
+                up_bias_ptr,
+                expert,
+                first_row + BLOCK_M,
+                end_row,
+                feature_tile * BLOCK_N,
+                stride_bias,
+                step_bias,
+                alpha,
+                beta,
+                limit,
+                N,
+                SCATTER,
+                GATED,
+                JOINED,
+                REST_M,
+                BLOCK_N,
+            )

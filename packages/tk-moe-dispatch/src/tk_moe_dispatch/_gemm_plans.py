@@ -54,9 +54,9 @@ def gemm_launch(
 ) -> PreparedLaunch:
     """Prepare a product of sorted rows and their experts' weights, in one dtype of 16 bits.
 
-    The launch takes out, x, tiles, slots, weight, up_weight, routing, bias and up_bias. What is not read may be any
-    tensor: slots, unless it gathers or scatters, and up_weight, unless it is gated. Routing and biases that there are
-    not are None, or left off at the end.
+    The launch takes out, x, x again, tiles, slots, weight, up_weight, routing, bias and up_bias. What is not read may
+    be any tensor: slots, unless it gathers or scatters, and up_weight, unless it is gated. Routing and biases that
+    there are not are None, or left off at the end.
 
     Args:
         config: How to launch it.
@@ -71,12 +71,16 @@ def gemm_launch(
         activation: Of SwiGLU.
     """
     n, k = weight.shape[-2:]
+    block_m = 2 ** (config.block_m.bit_length() - 1)
+    rest_m = config.block_m - block_m
     blocks: dict[str, tuple[int, ...]] = {}
     if config.descriptors:
         block = (1, config.block_n, config.block_k)
         blocks = {"weight": (1, 2, *block[1:])} if config.joined else {"weight": block, "up_weight": block}
         if not gathers:
-            blocks["x"] = (config.block_m, config.block_k)
+            blocks["x"] = (block_m, config.block_k)
+            if rest_m:
+                blocks["x_rest"] = (rest_m, config.block_k)
     return PreparedLaunch(
         _GEMM,
         (config.n_programs, 1, 1),
@@ -90,7 +94,8 @@ def gemm_launch(
             "JOINED": config.joined,
             "SWAPPED": config.swapped,
             "DESCRIPTORS": config.descriptors,
-            "BLOCK_M": config.block_m,
+            "BLOCK_M": block_m,
+            "REST_M": rest_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,

@@ -81,6 +81,7 @@ def schedule_kernel(
     n_experts,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
@@ -91,7 +92,7 @@ def schedule_kernel(
     positions is the sorted row of each slot, sorted its inverse, offsets the first row of each expert; -1 is for none.
     tiles [n_tiles, 4] cut the rows of each expert into blocks of block_m: expert, first row, end of the expert's rows,
     number of tiles; those beyond that number have the expert -1. An expert serves no more than `capacity` slots.
-    counts are those of count_kernel, or None where there is a single chunk.
+    counts are those of count_kernel; or None, and each program counts all slots, no more than BLOCK_ALL.
     """
     chunk, n_chunks = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, BLOCK_E)
@@ -99,8 +100,13 @@ def schedule_kernel(
     wait_for_predecessor(DEPENDENT_LAUNCH)
     expert = local_experts(ids_ptr, map_ptr, chunk * CHUNK + local, n_slots, n_all, n_experts)
     if counts_ptr is None:
-        total = tl.histogram(expert, BLOCK_E, mask=expert < n_experts)
+        everywhere = tl.arange(0, BLOCK_ALL)
+        experts_of_all = local_experts(ids_ptr, map_ptr, everywhere, n_slots, n_all, n_experts)
+        is_here = experts_of_all < n_experts
+        total = tl.histogram(experts_of_all, BLOCK_E, mask=is_here)
         before = tl.zeros([BLOCK_E], tl.int32)
+        if BLOCK_ALL > CHUNK:
+            before = tl.histogram(experts_of_all, BLOCK_E, mask=is_here & (everywhere < chunk * CHUNK))
     else:
         sums = tl.zeros([BLOCK_C, BLOCK_E], tl.int32)
         sums_before = tl.zeros([BLOCK_C, BLOCK_E], tl.int32)

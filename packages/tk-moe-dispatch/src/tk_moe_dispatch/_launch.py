@@ -60,8 +60,9 @@ class ScheduleConfig:
 
     Attributes:
         chunk: Slots per program.
-        n_chunks: Programs. A single one counts for itself.
+        n_chunks: Programs.
         block_e: Experts, rounded up to a power of two.
+        block_all: Slots, rounded up to a power of two, where each program counts all of them; else 0.
         block_c: Chunks whose counts are added up at a time.
         block_j: Slots that those of a chunk are compared with at a time.
         num_warps: Warps per program.
@@ -71,6 +72,7 @@ class ScheduleConfig:
     chunk: int
     n_chunks: int
     block_e: int
+    block_all: int
     block_c: int
     block_j: int
     num_warps: int
@@ -153,17 +155,20 @@ def schedule_config(n_slots: int, n_experts: int, target: Target) -> ScheduleCon
         n_experts: Experts here.
         target: The GPU.
     """
-    # The comparisons within a chunk grow with its square; what all programs read of the counts grows with that of the
-    # number of chunks.
-    if n_slots <= 64:
-        chunk = 64
-    else:
-        chunk = 256 if n_slots <= 2**17 else 1024
     block_e = max(16, next_power_of_two(n_experts))
-    num_warps = target.warps(max(128, min(512, chunk // 2)))
+    if n_slots <= 8192:
+        # To count all slots takes a program less time than another kernel before it.
+        chunk = 32 if n_slots <= 4096 else 64
+        block_all = max(chunk, next_power_of_two(n_slots))
+        num_warps = target.warps(128 if n_slots <= 1024 else 256)
+    else:
+        # The comparisons within a chunk grow with its square; what all programs read of the counts grows with that of
+        # the number of chunks.
+        chunk, block_all, num_warps = 256 if n_slots <= 2**17 else 1024, 0, target.warps(512)
     block_c = max(1, min(32, 2048 // block_e))
-    block_j = min(chunk, 16)
-    return ScheduleConfig(chunk, -(-n_slots // chunk), block_e, block_c, block_j, num_warps, target.is_hopper_or_later)
+    block_j = min(chunk, 64) if chunk <= 256 else 16
+    n_chunks = -(-n_slots // chunk)
+    return ScheduleConfig(chunk, n_chunks, block_e, block_all, block_c, block_j, num_warps, target.is_hopper_or_later)
 
 
 def row_config(n_tokens: int, width: int, bytes_per_element: int, target: Target) -> RowConfig:

@@ -99,7 +99,7 @@ def packed_layer_config(
     n_slots = n_tokens * top_k
     # Slots that meet at an expert read it twice.
     streams = n_tokens == 1 or (8 * n_slots <= n_experts and not is_bounded)
-    block_m = 16 if streams else rows_per_tile(n_slots, n_experts, ffn_size, target)
+    block_m = 16 if streams else rows_per_tile(n_slots, n_experts, ffn_size, False, target)
     if target.name != "sm_90":
         # Elsewhere the sums of more rows spill.
         block_m = min(block_m, 64)

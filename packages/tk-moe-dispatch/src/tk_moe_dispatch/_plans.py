@@ -111,6 +111,7 @@ def schedule_plan(
         dependent = {"DEPENDENT_LAUNCH": config.dependent_launch}
         count = PreparedLaunch(_COUNT, grid, (n_slots, *sizes), {**shared, **dependent}, device, **options)
         blocks = {
+            "BLOCK_ALL": config.block_all,
             "BLOCK_C": config.block_c,
             "BLOCK_J": config.block_j,
             "BLOCK_TILES": BLOCK_TILES,
@@ -124,7 +125,7 @@ def schedule_plan(
         def schedule(ids: Any, expert_map: Any) -> Any:
             ids, expert_map = ids.contiguous(), contiguous(expert_map)
             counts = tiles = None
-            if config.n_chunks > 1:
+            if not config.block_all:
                 counts = new_counts()
                 count(counts, ids, expert_map)
             if block_m is not None:

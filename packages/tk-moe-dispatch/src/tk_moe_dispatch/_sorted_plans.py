@@ -61,7 +61,7 @@ def grouped_gemm_plan(tokens: Any, weights: Any, expert_offsets: Any, num_expert
         if tokens.numel() == 0 or weights.numel() == 0 or backend_of("tokens", tokens) == "reference":
             return lambda tokens, weights, offsets: grouped_gemm_torch(tokens, weights, offsets, num_experts)
         (n_rows, n), target = (tokens.shape[0], weights.shape[1]), launch_target(tokens.device)
-        block_m = rows_per_tile(n_rows, num_experts, n, target)
+        block_m = rows_per_tile(n_rows, num_experts, n, False, target)
         (weight,), rows = in_rows(weights), tokens.contiguous()
         descriptors = take_descriptors(rows, weight)
         config = gemm_config(block_m, n_rows, num_experts, n, False, descriptors, False, False, target)
@@ -75,7 +75,7 @@ def grouped_gemm_plan(tokens: Any, weights: Any, expert_offsets: Any, num_expert
             # Rows of no expert are zeros.
             out = torch.zeros((n_rows, n), dtype=tokens.dtype, device=tokens.device)
             tiles = tiles_of(offsets)
-            multiply_rows(out, tokens, tiles, tiles, weight, weight)
+            multiply_rows(out, tokens, tokens, tiles, tiles, weight, weight)
             return out
 
         return multiply
@@ -152,7 +152,7 @@ def _sorted_rows_plan(
     gate, up = in_rows(gate, up)
     (down,) = in_rows(down)
     descriptors = take_descriptors(permuted.contiguous(), gate, up, down)
-    block_m = rows_per_tile(n_rows, num_experts, ffn_size, target)
+    block_m = rows_per_tile(n_rows, num_experts, ffn_size, False, target)
     config = SortedExperts(
         False,
         gemm_config(block_m, n_rows, num_experts, ffn_size, True, descriptors, False, False, target),
@@ -170,8 +170,8 @@ def _sorted_rows_plan(
         tiles, h = tiles_of(offsets), new_h()
         slots = tiles if slots is None else slots
         out = torch.zeros((n_rows, width), dtype=x.dtype, device=x.device)
-        to_h(h, x, tiles, slots, gate, up)
-        to_rows(out, h, tiles, slots, down, down, routing)
+        to_h(h, x, x, tiles, slots, gate, up)
+        to_rows(out, h, h, tiles, slots, down, down, routing)
         return out
 
     return apply
