@@ -57,7 +57,7 @@ def test_nothing_spills_but_where_it_pays(package: Path) -> None:
 
 
 # A few bytes for each token, beside the experts' weights; one row, beside a gradient of many.
-SMALL_LOADS = {"route_kernel", "count_kernel"}
+SMALL_LOADS = {"route_kernel", "count_kernel", "schedule_kernel"}
 SMALL_STORES = {*SMALL_LOADS, "sum_rows_kernel"}
 
 

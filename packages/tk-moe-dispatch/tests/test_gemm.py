@@ -24,6 +24,7 @@ from tk_moe_dispatch._gemm_launch import (
 )
 from tk_moe_dispatch._gemm_plans import (
     PLAIN,
+    TURN,
     Activation,
     fit_descriptors,
     gemm_launch,
@@ -142,7 +143,7 @@ def test_tokens_are_gathered_and_gate_and_up_joined_by_swiglu(
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    counts, n_tokens, top_k, n, k = (11, 0, 19), 10, 3, 40, 72
+    counts, n_tokens, top_k, n, k = (11, 0, 19), 10, 3, 3 * TURN if joined else 40, 72
     slots = torch.randperm(n_tokens * top_k, generator=torch.Generator().manual_seed(3)).to(device, torch.int32)
     # A gap between the tokens is no part of them.
     x = torch.full((n_tokens, k + 8), NAN, device=device, dtype=dtype)[:, :k]
@@ -158,6 +159,8 @@ def test_tokens_are_gathered_and_gate_and_up_joined_by_swiglu(
     vectors = (None, bias, up_bias) if has_bias else ()
     out = enclosed(torch.full((sum(counts), n), NAN, device=device, dtype=dtype))
     config = tiled(n, True, descriptors, device, swapped=swapped, joined=joined)
+    if joined:
+        config = replace(config, block_n=2 * TURN)
     # What is not read is not there.
     weights = (join(gate, up), torch.full_like(up, NAN)) if joined else (gate, up)
     launch = gemm_launch(
@@ -324,7 +327,8 @@ def compiled_launches(
     down_bias = new(n_experts, hidden) if has_bias else None
     ids, routing = new(n_slots, kind=torch.int32), new(n_slots, kind=torch.float32)
     descriptors = fit_descriptors(gate, up, down)
-    config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, descriptors, True, has_bias, H200)
+    joined = ffn % TURN == 0
+    config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, descriptors, joined, has_bias, H200)
     with planning(H200) as launches:
         if isinstance(config, StreamedExperts):
             x, out = new(n_tokens, hidden), new(n_tokens, hidden)

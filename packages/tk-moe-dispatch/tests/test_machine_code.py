@@ -68,20 +68,26 @@ def test_scoring_by_odd_sizes_leaves_enough_registers(n_tokens: int, n_experts: 
 
 
 @pytest.mark.parametrize(
-    ("layout", "row_stride", "joined"),
-    [("concat", 128, True), ("interleaved", 128, True), ("concat", 136, True), ("interleaved", 132, False)],
+    ("layout", "row_stride", "ffn", "turn"),
+    [
+        ("concat", 128, 128, 64),
+        ("interleaved", 128, 128, 64),
+        ("concat", 136, 192, 64),
+        # 132 elements from gate to up are no multiple of 16 bytes; twice as many, from row to row of each, are.
+        ("interleaved", 132, 128, 0),
+        ("concat", 128, 96, 0),
+    ],
 )
 def test_gate_and_up_are_one_product_where_a_descriptor_reaches_both(
-    layout: str, row_stride: int, joined: bool
+    layout: str, row_stride: int, ffn: int, turn: int
 ) -> None:
-    # 132 elements from gate to up are no multiple of 16 bytes; twice as many, from row to row of each, are.
-    n_tokens, ffn, width = 512, 128, 128
+    n_tokens, width = 512, 128
     w13 = meta(8, 2 * ffn, row_stride)[..., :width]
     ids = meta(n_tokens, 2, dtype=torch.int64)
     with planning(COMPILE_TARGETS["sm_90"]) as made:
         fused_experts(meta(n_tokens, width), w13, meta(8, width, ffn), meta(n_tokens, 2), ids, layout=layout)
     products = [dict(launch.arguments) for launch in made if launch.kernel == "expert_gemm_kernel"]
-    assert [(one["GATED"], one["DESCRIPTORS"], one["JOINED"]) for one in products] == [
-        (True, True, joined),
-        (False, True, False),
+    assert [(one["GATED"], one["DESCRIPTORS"], one["TURN"]) for one in products] == [
+        (True, True, turn),
+        (False, True, 0),
     ]

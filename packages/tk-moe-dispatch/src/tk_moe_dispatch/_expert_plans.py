@@ -19,6 +19,7 @@ from tk_moe_dispatch._gemm_launch import (
 )
 from tk_moe_dispatch._gemm_plans import (
     PLAIN,
+    TURN,
     Activation,
     fit_descriptors,
     gemm_launch,
@@ -200,7 +201,7 @@ def experts_plan(
     top_k, n_slots, n_tokens, device = topk_ids.shape[-1], topk_ids.numel(), x.shape[0], x.device
     n_experts, ffn_size, width = gate.shape
     # Else both are copied; and the way from gate to up is a stride, too.
-    joined = joined and gate.stride(-1) == 1 and take_descriptors(join(gate, up))
+    joined = joined and gate.stride(-1) == 1 and ffn_size % TURN == 0 and take_descriptors(join(gate, up))
     gate, up = in_rows(gate, up)
     (down,) = in_rows(down)
     descriptors = take_descriptors(gate, up, down)
@@ -294,10 +295,11 @@ def in_rows(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def join(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return gate and up [experts, N, K], parts of one tensor, as a view [experts, 2, N, K] of it."""
+    """Return gate and up [experts, N, K], parts of one tensor, as a view of it: [experts, N / TURN, 2, TURN, K]."""
     distance = up.storage_offset() - gate.storage_offset()
-    (n_experts, *shape), (stride, *strides) = gate.shape, gate.stride()
-    return gate.as_strided((n_experts, 2, *shape), (stride, distance, *strides))
+    (n_experts, n, k), (stride, stride_n, stride_k) = gate.shape, gate.stride()
+    strides = stride, TURN * stride_n, distance, stride_n, stride_k
+    return gate.as_strided((n_experts, n // TURN, 2, TURN, k), strides)
 
 
 def take_descriptors(*tensors: torch.Tensor) -> bool:

@@ -93,7 +93,7 @@ def _multiply(
     K: tl.constexpr,
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
-    JOINED: tl.constexpr,
+    TURN: tl.constexpr,
     SWAPPED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -104,7 +104,7 @@ def _multiply(
 ):
     """Return BLOCK_M rows of x @ weight[expert].T, and as the second the REST_M rows behind them, in fp32.
 
-    If GATED and not JOINED, the second is BLOCK_M rows of x @ up_weight[expert].T: no other rows follow then.
+    If GATED and not joined in TURNs, the second is BLOCK_M rows of x @ up_weight[expert].T: no other rows follow then.
     """
     X_BY_POINTER: tl.constexpr = GATHER or not DESCRIPTORS
     if X_BY_POINTER:
@@ -120,7 +120,7 @@ def _multiply(
     # Rows of another expert are not worth reading: rows beyond x are zeros that cost nothing.
     rest = first_row + BLOCK_M
     rest = tl.where(rest < end_row, rest, 2**31 - REST_M - 1)
-    WIDTH: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
+    WIDTH: tl.constexpr = 2 * BLOCK_N if TURN else BLOCK_N
     total = _zeros(BLOCK_M, WIDTH, SWAPPED)
     second = _zeros(REST_M if REST_M else BLOCK_M, WIDTH, SWAPPED)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -128,15 +128,15 @@ def _multiply(
             x_tile = _load_step(x_ptrs, start, K, BLOCK_K)
         else:
             x_tile = x.load([first_row, start])
-        if JOINED:
+        if TURN:
             # One wide product reads x once, where two would read it twice.
-            w = tl.reshape(weight.load([expert, 0, first_feature, start]), [WIDTH, BLOCK_K])
+            w = tl.reshape(weight.load([expert, first_feature // TURN, 0, 0, start]), [WIDTH, BLOCK_K])
         else:
             w = _load_weight(weight, offsets, expert, first_feature, start, K, BLOCK_K)
         total = _accumulate(total, x_tile, w, SWAPPED)
         if REST_M:
             second = _accumulate(second, x_rest.load([rest, start]), w, SWAPPED)
-        elif GATED and not JOINED:
+        elif GATED and not TURN:
             w = _load_weight(up_weight, offsets, expert, first_feature, start, K, BLOCK_K)
             second = _accumulate(second, x_tile, w, SWAPPED)
     if SWAPPED:
@@ -175,15 +175,15 @@ def _finish(
     N: tl.constexpr,
     SCATTER: tl.constexpr,
     GATED: tl.constexpr,
-    JOINED: tl.constexpr,
+    TURN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Store what products of BLOCK_M rows from first_row on make, as `expert_gemm_kernel` says."""
     features = first_feature + tl.arange(0, BLOCK_N)[None, :]
-    if JOINED:
-        halves = tl.permute(tl.reshape(total, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1))
-        total, up_total = tl.split(halves)
+    if TURN:
+        total, up_total = tl.split(tl.permute(tl.reshape(total, [BLOCK_M, BLOCK_N // TURN, 2, TURN]), (0, 1, 3, 2)))
+        total, up_total = tl.reshape(total, [BLOCK_M, BLOCK_N]), tl.reshape(up_total, [BLOCK_M, BLOCK_N])
     total = add_bias(total, bias_ptr, expert, features, stride_bias, step_bias, N)
     if GATED:
         up_total = add_bias(up_total, up_bias_ptr, expert, features, stride_bias, step_bias, N)
@@ -224,7 +224,7 @@ def expert_gemm_kernel(
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     GATED: tl.constexpr,
-    JOINED: tl.constexpr,
+    TURN: tl.constexpr,
     SWAPPED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -242,8 +242,9 @@ def expert_gemm_kernel(
     up_weight. SCATTER: rows of out are slots, else sorted rows; each is multiplied by its element of routing, if that
     is given. SWAPPED makes the weights the first operand, of which the matrix units take more rows at a time.
     Weights are DESCRIPTORS of blocks [1, BLOCK_N, BLOCK_K], and x, unless gathered, of blocks [BLOCK_M, BLOCK_K]; or
-    all are pointers. JOINED: weight is one of both, [experts, 2, N, K], of blocks [1, 2, BLOCK_N, BLOCK_K]. A tile has
-    BLOCK_M + REST_M rows: where REST_M is not 0, x_rest is x again, of blocks [REST_M, BLOCK_K]. out is contiguous.
+    all are pointers. With TURN, weight is both, [experts, N / TURN, 2, TURN, K], of blocks that have BLOCK_N of each. A
+    tile has BLOCK_M + REST_M rows: where REST_M is not 0, x_rest is x again, of blocks [REST_M, BLOCK_K]. out is
+    contiguous.
     """
     n_feature_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     wait_for_predecessor(DEPENDENT_LAUNCH)
@@ -271,7 +272,7 @@ def expert_gemm_kernel(
             K,
             GATHER,
             GATED,
-            JOINED,
+            TURN,
             SWAPPED,
             DESCRIPTORS,
             BLOCK_M,
@@ -300,7 +301,7 @@ def expert_gemm_kernel(
             N,
             SCATTER,
             GATED,
-            JOINED,
+            TURN,
             BLOCK_M,
             BLOCK_N,
         )
@@ -325,7 +326,7 @@ def expert_gemm_kernel(
                 N,
                 SCATTER,
                 GATED,
-                JOINED,
+                TURN,
                 REST_M,
                 BLOCK_N,
             )

@@ -20,6 +20,10 @@ Activation = tuple[float, float, float]
 
 PLAIN: Activation = (1.0, 0.0, float("inf"))
 
+TURN = 64
+"""Features of gate that come before as many of up where both are joined: a thread that has sums of one has those of the
+other then, even of 64 rows, where four warps have 128 columns."""
+
 
 def fit_descriptors(*tensors: torch.Tensor) -> bool:
     """Whether descriptors reach matrices: neighbours along rows, which begin at multiples of 16 bytes.
@@ -62,7 +66,7 @@ def gemm_launch(
         config: How to launch it.
         x: Tokens [T, K] with neighbouring elements in a row if it `gathers`; else sorted rows [n_rows, K], contiguous.
         weight: [experts, N, K] with neighbouring elements along K; both have the same strides if `gated`. Of a
-            `joined` config it is both, [experts, 2, N, K], and up_weight is not read.
+            `joined` config it is both in turns, [experts, N / TURN, 2, TURN, K], and up_weight is not read.
         bias: [experts, N] of any strides, both the same, or None.
         gated: Whether SwiGLU follows.
         gathers: Whether rows of x are tokens: `slots // top_k`.
@@ -71,12 +75,15 @@ def gemm_launch(
         activation: Of SwiGLU.
     """
     n, k = weight.shape[-2:]
+    if config.joined:
+        n *= weight.shape[1]
     block_m = 2 ** (config.block_m.bit_length() - 1)
     rest_m = config.block_m - block_m
     blocks: dict[str, tuple[int, ...]] = {}
     if config.descriptors:
         block = (1, config.block_n, config.block_k)
-        blocks = {"weight": (1, 2, *block[1:])} if config.joined else {"weight": block, "up_weight": block}
+        joined_block = (1, config.block_n // TURN, 2, TURN, config.block_k)
+        blocks = {"weight": joined_block} if config.joined else {"weight": block, "up_weight": block}
         if not gathers:
             blocks["x"] = (block_m, config.block_k)
             if rest_m:
@@ -91,7 +98,7 @@ def gemm_launch(
             "GATHER": gathers,
             "SCATTER": scatters,
             "GATED": gated,
-            "JOINED": config.joined,
+            "TURN": TURN if config.joined else 0,
             "SWAPPED": config.swapped,
             "DESCRIPTORS": config.descriptors,
             "BLOCK_M": block_m,
