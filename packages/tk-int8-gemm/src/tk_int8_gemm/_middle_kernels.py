@@ -94,7 +94,7 @@ def int8_middle_kernel(
     features = program_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     feature_exists = features < n_features
     if zero_point_ptr is not None:
-        x_sum = tl.load(x_sum_ptr + rows, mask=row_exists & (first == 0), other=0.0)
+        x_sum = tl.load(x_sum_ptr + rows, mask=row_exists & (tl.zeros_like(rows) + first == 0), other=0.0)
         total -= tl.load(zero_point_ptr + features, mask=feature_exists, other=0.0) * x_sum
     total *= tl.load(scale_ptr + features, mask=feature_exists, other=0.0)
     total, is_last = add_operand_parts(total, partial_ptr, counter_ptr, SPLIT)

@@ -140,7 +140,7 @@ def add_parts(total, places, partial_ptr, counter_ptr, SPLIT: tl.constexpr):
                 for each in tl.static_range(N_EACH):
                     split = turn * N_EACH + each
                     # Not from L1, which other programs' stores do not reach.
-                    total += tl.load(partial_ptrs + split * SIZE, mask=split < SPLIT, other=0, cache_modifier=".cg")
+                    total += tl.load(partial_ptrs + split * SIZE, mask=tl.zeros_like(places) + split < SPLIT, other=0, cache_modifier=".cg")
             tl.store(counter_ptr + program, 0)
         return total, is_last
 
