@@ -10,6 +10,7 @@ import pytest
 from tk_kernel_core.budget import KernelBudget, check_budget, load_budget
 from tk_kernel_core.spec import installed_specs
 from tk_kernel_core.targets import COMPILE_TARGETS
+from tk_testkit.plugin import TESTED_TRITON
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
@@ -37,6 +38,14 @@ def test_budget_has_exactly_the_cases_targets_and_kernels_there_are(package: Pat
         for launch in spec.launches(case, target)
     }
     assert {(target, case, kernel) for target, case, kernel, _ in limits_of(package)} == launched
+
+
+@each_package
+def test_budgets_and_tests_of_machine_code_are_about_the_triton_in_constraints(package: Path) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    (tested,) = (line.removeprefix("triton==") for line in lines if line.startswith("triton=="))
+    assert load_budget(package / "perf_budget.json").triton == tested
+    assert tested.startswith(f"{TESTED_TRITON}.")
 
 
 # Bytes that may be spilled, where that was measured to be faster than what avoids it.

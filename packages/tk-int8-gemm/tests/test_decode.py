@@ -226,6 +226,7 @@ def machine_code(
     )
 
 
+@pytest.mark.tested_triton
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 11_008, 4096), (8, 4096, 11_008), (16, 11_008, 4096)])

@@ -346,6 +346,7 @@ def compiled_launches(
     return launches
 
 
+@pytest.mark.tested_triton
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("hidden", "ffn", "n_tokens"),
@@ -375,6 +376,7 @@ def test_swiglu_needs_no_shared_memory_but_for_the_store(n_tokens: int, rows: in
         assert made.instructions["wgmma"] > 0
 
 
+@pytest.mark.tested_triton
 @pytest.mark.compiler
 def test_the_highest_tile_multiplies_both_parts_with_what_is_read_once() -> None:
     for launch in compiled_launches(MODELS["mixtral"], 512, torch.bfloat16, False):

@@ -215,6 +215,7 @@ def machine_code(
     return [compile_launch(launch, target) for launch in made]
 
 
+@pytest.mark.tested_triton
 @pytest.mark.compiler
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("n_tokens", [1, 120, 1000])

@@ -224,6 +224,7 @@ def machine_code(
     )
 
 
+@pytest.mark.tested_triton
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("m", "n", "k", "group_size", "zeros", "dtype"),

@@ -95,6 +95,7 @@ def test_both_sides_of_a_branch_are_followed_and_nothing_behind_an_exit(branch: 
     assert overwritten_operands(listing(*code)) == ["MOV R57, R1"]
 
 
+@pytest.mark.tested_triton
 @pytest.mark.compiler
 @pytest.mark.parametrize("block_m", [32, 128])
 def test_a_bad_build_is_found_and_a_good_one_is_not(block_m: int) -> None:

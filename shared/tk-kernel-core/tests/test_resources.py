@@ -72,6 +72,7 @@ def test_ragged_copy_is_wide_only_where_whole_vectors_are_in_or_out(target: str)
     assert not {"ld.global.v4", "st.global.v4"} & set(ragged)
 
 
+@pytest.mark.tested_triton
 @pytest.mark.parametrize(
     ("target", "unit"),
     [("sm_80", "mma.sync"), ("sm_90", "wgmma"), ("sm_100", "tcgen05"), ("gfx942", "v_mfma"), ("gfx950", "v_mfma")],
@@ -84,6 +85,7 @@ def test_matrix_units_by_operand_type(target: str, unit: str) -> None:
     assert integer == {"mma.sync.int8" if target == "sm_100" else f"{unit}.int8"}
 
 
+@pytest.mark.tested_triton
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 @pytest.mark.parametrize(
     ("target", "left"),

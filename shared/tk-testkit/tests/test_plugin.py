@@ -49,6 +49,21 @@ def test_markers_skip_with_a_reason(tmp_path: Path, environment: dict[str, str],
         assert f"::test_{number} {outcome}" in output
 
 
+@pytest.mark.parametrize(("found", "outcome"), [("3.6.1", "1 failed"), ("3.60.0", "1 xfailed"), (None, "1 failed")])
+def test_what_only_the_tested_triton_need_keep_to_is_expected_to_fail_under_others(
+    tmp_path: Path, found: str | None, outcome: str
+) -> None:
+    if found is None:
+        change = "def version(name): raise plugin.PackageNotFoundError(name)"
+    else:
+        change = f"def version(name): return {found!r}"
+    (tmp_path / "conftest.py").write_text(f"import tk_testkit.plugin as plugin\n{change}\nplugin.version = version\n")
+    test = "import pytest\n\n@pytest.mark.tested_triton\ndef test_it():\n    assert False\n"
+    output = run_pytest(tmp_path, test, "-rx")
+    assert outcome in output
+    assert ("asserts machine code of Triton 3.6, this is 3.60.0" in output) == (found == "3.60.0")
+
+
 @pytest.mark.gpu
 def test_large_memory_asks_for_free_memory(tmp_path: Path) -> None:
     assert "1 passed" in run_pytest(tmp_path, NEEDS.format(marker="large_memory(0.1)"))

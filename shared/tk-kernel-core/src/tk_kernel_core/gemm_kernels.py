@@ -139,8 +139,10 @@ def add_parts(total, places, partial_ptr, counter_ptr, SPLIT: tl.constexpr):
             for turn in tl.range(N_TURNS):
                 for each in tl.static_range(N_EACH):
                     split = turn * N_EACH + each
+                    # The mask is a block, as Triton 3.9's interpreter wants it.
+                    exists = tl.zeros_like(places) + split < SPLIT
                     # Not from L1, which other programs' stores do not reach.
-                    total += tl.load(partial_ptrs + split * SIZE, mask=tl.zeros_like(places) + split < SPLIT, other=0, cache_modifier=".cg")
+                    total += tl.load(partial_ptrs + split * SIZE, mask=exists, other=0, cache_modifier=".cg")
             tl.store(counter_ptr + program, 0)
         return total, is_last
 
