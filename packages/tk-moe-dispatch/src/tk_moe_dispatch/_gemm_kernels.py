@@ -158,13 +158,13 @@ def add_bias(values, bias_ptr, expert, features, stride_bias, step_bias, n):
 def _finish(
     total,
     up_total,
+    first_row,
     out_ptr,
     slots_ptr,
     routing_ptr,
     bias_ptr,
     up_bias_ptr,
     expert,
-    first_row,
     end_row,
     first_feature,
     stride_bias,
@@ -281,52 +281,9 @@ def expert_gemm_kernel(
             BLOCK_K,
             STAGES,
         )
-        _finish(
-            total,
-            second,
-            out_ptr,
-            slots_ptr,
-            routing_ptr,
-            bias_ptr,
-            up_bias_ptr,
-            expert,
-            first_row,
-            end_row,
-            feature_tile * BLOCK_N,
-            stride_bias,
-            step_bias,
-            alpha,
-            beta,
-            limit,
-            N,
-            SCATTER,
-            GATED,
-            TURN,
-            BLOCK_M,
-            BLOCK_N,
-        )
+        store_to = out_ptr, slots_ptr, routing_ptr, bias_ptr, up_bias_ptr, expert, end_row, feature_tile * BLOCK_N
+        finish_by = stride_bias, step_bias, alpha, beta, limit
+        _finish(total, second, first_row, *store_to, *finish_by, N, SCATTER, GATED, TURN, BLOCK_M, BLOCK_N)
         if REST_M:
-            _finish(
-                second,
-                second,
-                out_ptr,
-                slots_ptr,
-                routing_ptr,
-                bias_ptr,
-                up_bias_ptr,
-                expert,
-                first_row + BLOCK_M,
-                end_row,
-                feature_tile * BLOCK_N,
-                stride_bias,
-                step_bias,
-                alpha,
-                beta,
-                limit,
-                N,
-                SCATTER,
-                GATED,
-                TURN,
-                REST_M,
-                BLOCK_N,
-            )
+            rest = first_row + BLOCK_M
+            _finish(second, second, rest, *store_to, *finish_by, N, SCATTER, GATED, TURN, REST_M, BLOCK_N)
