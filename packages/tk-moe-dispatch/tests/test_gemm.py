@@ -94,7 +94,6 @@ def test_rows_meet_the_weights_of_their_expert_and_no_others_are_read(
     descriptors: bool, swapped: bool, flatten: bool, block_m: int, dtype: torch.dtype, device: str
 ) -> None:
     # 72 columns are more than one step and less than two, 40 features more than one tile and less than two.
-    # Of 48 rows a tile, parts of 32 and 16, experts fill the first one, some of the second, and two tiles.
     counts, n, k = (0, 5, 1, 37, 0, 32, 67), 40, 72
     x = enclosed(integers(sum(counts), k, device=device, dtype=dtype, seed=1))
     weight = enclosed(integers(len(counts), n, k, device=device, dtype=dtype, seed=2))
@@ -200,6 +199,30 @@ def test_results_go_to_their_slots_weighted_and_other_slots_are_left_alone(
             product = rows.double() @ weight[expert].double().T + bias[expert].double()
             want[its_slots] = (product * routing[its_slots].double()[:, None]).half()
     assert torch.equal(out.nan_to_num(9e4), want.nan_to_num(9e4))
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_both_parts_of_a_tile_are_finished_alike(dtype: torch.dtype, device: str) -> None:
+    # Tiles of 32 and 16 rows: some end in the first part, some in the second, and one expert has two.
+    counts, n_rows, block_m, n, hidden = (37, 0, 70, 5), 112, 48, 2 * TURN, 72
+    slots = torch.randperm(n_rows, generator=torch.Generator().manual_seed(3)).to(device, torch.int32)
+    x = enclosed(integers(n_rows, hidden, device=device, dtype=dtype, seed=1) / 16)
+    gate, up = enclosed(integers(len(counts), 2 * n, hidden, device=device, dtype=dtype, seed=2)).chunk(2, 1)
+    down = enclosed(integers(len(counts), hidden, n, device=device, dtype=dtype, seed=3))
+    routing = integers(n_rows, device=device, dtype=torch.float32, seed=5) / 4
+    tiles = schedule(counts, block_m, device)
+    h, out = (enclosed(torch.full((n_rows, width), NAN, device=device, dtype=dtype)) for width in (n, hidden))
+    config, both = tiled(n, True, True, device, swapped=False, joined=True, block_m=block_m), join(gate, up)
+    gemm_launch(replace(config, block_n=n), x, both, gated=True)(h, x, x, tiles, slots, both, both)
+    gemm_launch(replace(config, joined=False), h, down, scatters=True)(out, h, h, tiles, slots, down, down, routing)
+    want_h, want = h.double(), out.double()
+    for expert, rows in enumerate(torch.arange(n_rows).split(counts)):
+        want_h[rows] = exact_swiglu(*(x[rows].double() @ w[expert].double().T for w in (gate, up)), PLAIN)
+        its = slots[rows].long()
+        want[its] = h[rows].double() @ down[expert].double().T * routing[its].double()[:, None]
+    assert_close(h, want_h, rounding_tolerance(dtype, hidden))
+    assert_close(out, want, rounding_tolerance(dtype, n, magnitude=float(2 * h.double().abs().sum(1).max())))
 
 
 @runs_kernels
