@@ -192,7 +192,6 @@ def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target, n:
     return [compile_launch(launch, target) for launch in launches]
 
 
-@pytest.mark.tested_triton
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("m", "n", "group_size", "dtype", "n_programs"),

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from tk_int8_gemm._decode_kernels import BLOCK_WORDS, BLOCKS, GROUP, GROUP_WORDS
-from tk_kernel_core.gemm_kernels import add_operand_parts, end_chain, for_lanes, store, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import (
+    add_operand_parts,
+    end_chain,
+    load_words,
+    store,
+    wait_for_predecessor,
+    words_ahead,
+)
 from tk_kernel_core.weight_kernels import dequantise_int8 as dequantise
 
 
@@ -66,7 +73,7 @@ def int8_middle_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # The weight is on its way a group ahead, in registers: shared memory is left to x. It does not wait, not even for
     # what came before arrange_rows_kernel, which releases this kernel at once: kernels that make weights do not.
-    next_words = for_lanes(tl.load(for_lanes(word_ptrs, PTX), eviction_policy="evict_first"), PTX)
+    next_words = load_words(word_ptrs, None, N_GROUPS, False, PTX)
     wait_for_predecessor(DEPENDENT_LAUNCH)
     for group in tl.range(first, last, num_stages=STAGES):
         these_words = next_words
@@ -77,7 +84,7 @@ def int8_middle_kernel(
         else:
             word_ptrs += tl.where(group + 1 < last, GROUP_WORDS, 0)
             ahead_ptrs = word_ptrs
-        next_words = for_lanes(tl.load(for_lanes(ahead_ptrs, PTX), eviction_policy="evict_first"), PTX)
+        next_words = words_ahead(ahead_ptrs, next_words, group + 1 < last, N_GROUPS, PTX)
         if DESCRIPTORS:
             x = arranged.load([first_row, group * GROUP])
         else:

@@ -12,7 +12,15 @@ rows and tiles of these are those of `_gemm_kernels`, ids and map those of `_ker
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, for_lanes, store, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import (
+    LOADS_IN_BRANCHES,
+    STEP,
+    add_operand_parts,
+    end_chain,
+    for_lanes,
+    store,
+    wait_for_predecessor,
+)
 from tk_kernel_core.weight_kernels import (
     dequantise_int4,
     dequantise_int8,
@@ -212,19 +220,14 @@ def packed_experts_kernel(
         )
         for start in tl.range(first, last, UNROLL, num_stages=STAGES):
             these_words, scales, zeros = next_words, next_scales, next_zeros
-            next_words, next_scales, next_zeros = _load_steps(
-                word_ptrs,
-                scales_ptr,
-                zeros_ptr,
-                offsets,
-                start + UNROLL,
-                last,
-                N_STEPS,
-                STEP_WORDS,
-                GROUP_SIZE,
-                UNROLL,
-                PTX,
-            )
+            ahead = word_ptrs, scales_ptr, zeros_ptr, offsets, start + UNROLL, last
+            if PTX and LOADS_IN_BRANCHES:
+                if start + UNROLL < last:
+                    next_words, next_scales, next_zeros = _load_steps(
+                        *ahead, N_STEPS, STEP_WORDS, GROUP_SIZE, UNROLL, PTX
+                    )
+            else:
+                next_words, next_scales, next_zeros = _load_steps(*ahead, N_STEPS, STEP_WORDS, GROUP_SIZE, UNROLL, PTX)
             for i in tl.static_range(UNROLL):
                 if DESCRIPTORS:
                     x_tile = x.load([first_row, (start + i) * STEP])

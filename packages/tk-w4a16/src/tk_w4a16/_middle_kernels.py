@@ -9,10 +9,19 @@ The core's `arrange_rows_kernel` brings x into it, once for all programs that re
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP, add_operand_parts, end_chain, for_lanes, store, wait_for_predecessor
+from tk_kernel_core.gemm_kernels import (
+    STEP,
+    add_operand_parts,
+    end_chain,
+    load_words,
+    store,
+    wait_for_predecessor,
+    words_ahead,
+)
 from tk_kernel_core.weight_kernels import (
     STEP_WORDS,
     for_words,
+    groups_ahead,
     load_groups,
     n_groups,
     row_offsets,
@@ -77,7 +86,7 @@ def w4a16_middle_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # The weight is on its way a step ahead, in registers: shared memory is left to x. It does not wait, not even for
     # what came before arrange_rows_kernel, which releases this kernel at once: kernels that make weights do not.
-    next_words = for_lanes(tl.load(for_lanes(word_ptrs, PTX), eviction_policy="evict_first"), PTX)
+    next_words = load_words(word_ptrs, None, N_STEPS, False, PTX)
     next_scales = load_groups(scales_ptr + offsets, first, GROUP_SIZE, N_STEPS, False, PTX)
     if zeros_ptr is not None:
         next_zeros = load_groups(zeros_ptr + offsets, first, GROUP_SIZE, N_STEPS, False, PTX)
@@ -92,11 +101,12 @@ def w4a16_middle_kernel(
         else:
             word_ptrs += (next_step - step) * STEP_WORDS
             ahead_ptrs = word_ptrs
-        next_words = for_lanes(tl.load(for_lanes(ahead_ptrs, PTX), eviction_policy="evict_first"), PTX)
-        next_scales = load_groups(scales_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False, PTX)
+        goes_on = step + 1 < last
+        next_words = words_ahead(ahead_ptrs, next_words, goes_on, N_STEPS, PTX)
+        next_scales = groups_ahead(scales_ptr + offsets, next_scales, goes_on, next_step, GROUP_SIZE, N_STEPS, PTX)
         if zeros_ptr is not None:
             zeros = for_words(next_zeros.to(tl.int32))
-            next_zeros = load_groups(zeros_ptr + offsets, next_step, GROUP_SIZE, N_STEPS, False, PTX)
+            next_zeros = groups_ahead(zeros_ptr + offsets, next_zeros, goes_on, next_step, GROUP_SIZE, N_STEPS, PTX)
         if DESCRIPTORS:
             x = arranged.load([first_row, step * STEP])
         else:

@@ -13,6 +13,8 @@ _RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 _LAST_AXES_FIRST = tl.constexpr(_RELEASE >= (3, 7))
 NARROW_LANES = tl.constexpr(_RELEASE >= (3, 8))
 """Whether a lane holds two neighbouring columns of an operand that comes of bytes, as instructions have it, or four."""
+LOADS_IN_BRANCHES = tl.constexpr(_RELEASE >= (3, 7))
+"""Whether loads of a loop's next turn go to registers only if they stand in a branch, and else by shared memory."""
 
 
 @triton.jit
@@ -67,6 +69,17 @@ def load_words(ptrs, steps, N_STEPS: tl.constexpr, SPARE: tl.constexpr, PTX: tl.
         return for_lanes(tl.load(for_lanes(ptrs, PTX), mask=exists, other=0, eviction_policy="evict_first"), PTX)
     else:
         return for_lanes(tl.load(for_lanes(ptrs, PTX), eviction_policy="evict_first"), PTX)
+
+
+@triton.jit
+def words_ahead(ptrs, words, goes_on, N_STEPS: tl.constexpr, PTX: tl.constexpr):
+    """The words of a loop's next step; where the loop does not go on, words or whatever else there is."""
+    if PTX and LOADS_IN_BRANCHES:
+        if goes_on:
+            words = load_words(ptrs, None, N_STEPS, False, PTX)
+        return words
+    else:
+        return load_words(ptrs, None, N_STEPS, False, PTX)
 
 
 @triton.jit

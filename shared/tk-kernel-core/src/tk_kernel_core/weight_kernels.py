@@ -7,7 +7,7 @@ a quarter.
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import STEP, for_lanes
+from tk_kernel_core.gemm_kernels import LOADS_IN_BRANCHES, STEP, for_lanes
 
 BLOCKS = tl.constexpr(4)  # of 32 columns, in a step
 STEP_WORDS = tl.constexpr(256)  # of 4 bits, in a step of a tile
@@ -214,3 +214,14 @@ def load_groups(ptrs, steps, GROUP_SIZE: tl.constexpr, N_STEPS: tl.constexpr, SP
         return for_lanes(tl.load(for_lanes(ptrs, PTX), mask=exists, other=0), PTX)
     else:
         return for_lanes(tl.load(for_lanes(ptrs, PTX)), PTX)
+
+
+@triton.jit
+def groups_ahead(ptrs, groups, goes_on, steps, GROUP_SIZE: tl.constexpr, N_STEPS: tl.constexpr, PTX: tl.constexpr):
+    """Scales or zeros of a loop's next step; where the loop does not go on, groups or whatever else there is."""
+    if PTX and LOADS_IN_BRANCHES:
+        if goes_on:
+            groups = load_groups(ptrs, steps, GROUP_SIZE, N_STEPS, False, PTX)
+        return groups
+    else:
+        return load_groups(ptrs, steps, GROUP_SIZE, N_STEPS, False, PTX)
