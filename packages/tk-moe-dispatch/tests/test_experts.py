@@ -79,6 +79,18 @@ def test_experts_are_applied_and_summed_up(n_tokens: int, n_experts: int, top_k:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("n_tokens", [30, 150, 200, 400])
+def test_tiles_of_all_heights_serve_even_and_uneven_routing(n_tokens: int, device: str) -> None:
+    # 20 rows an expert are gathered; 100 take what they need of a high tile, 133 all of it; 267 end where one does.
+    layer = Layer(n_tokens, 3, 2, device, width=72, ffn=128)
+    layer.check(layer())
+    ids = layer.ids.where(layer.ids != 1, -1)
+    ids[5:] = ids[5:].where(ids[5:] != 0, 2)
+    layer.check(layer(ids), ids)
+    layer.check(layer(capacity_factor=0.8), capacity_factor=0.8)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("n_tokens", "n_experts", "top_k"), [SIZES[0], SIZES[2]])
 def test_an_expert_for_all_tokens_is_added(n_tokens: int, n_experts: int, top_k: int, device: str) -> None:
     layer = Layer(n_tokens, n_experts, top_k, device)

@@ -8,20 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tk_kernel_core.aot import compile_launch
 from tk_kernel_core.interpreter import interpreting
-from tk_kernel_core.launch import KernelLaunch, launch_target, planning
+from tk_kernel_core.launch import launch_target
 from tk_kernel_core.numerics import rounding_tolerance
-from tk_kernel_core.resources import inspect
-from tk_kernel_core.targets import COMPILE_TARGETS
 from tk_moe_dispatch._expert_plans import join
-from tk_moe_dispatch._gemm_launch import (
-    GemmConfig,
-    StreamConfig,
-    StreamedExperts,
-    experts_config,
-    gemm_config,
-)
+from tk_moe_dispatch._gemm_launch import GemmConfig, StreamConfig, gemm_config
 from tk_moe_dispatch._gemm_plans import (
     PLAIN,
     TURN,
@@ -31,14 +22,12 @@ from tk_moe_dispatch._gemm_plans import (
     stream_down_launch,
     stream_up_launch,
 )
+from tk_moe_dispatch._sorted_plans import tiles_plan
 from tk_testkit import assert_close
 
 Tensor = torch.Tensor
-H200 = COMPILE_TARGETS["sm_90"]
 NAN = float("nan")
 GPT_OSS: Activation = (1.702, 1.0, 3.0)
-# Experts, top-k, hidden size and size inside an expert.
-MODELS = {"mixtral": (8, 2, 4096, 14_336), "qwen2-57b": (64, 8, 3584, 2560), "deepseek-v3": (256, 8, 7168, 2048)}
 
 runs_kernels = pytest.mark.skipif(
     not (torch.cuda.is_available() or interpreting()), reason="kernels run on a GPU, or with TRITON_INTERPRET=1"
@@ -57,14 +46,19 @@ def enclosed(values: Tensor) -> Tensor:
     return torch.cat([guard, values.flatten(), guard])[64 : 64 + values.numel()].view(values.shape)
 
 
-def schedule(counts: Sequence[int], block_m: int, device: str) -> Tensor:
+def schedule(counts: Sequence[int], block_m: int, device: str, padded: bool = False) -> Tensor:
     """Tiles of experts with so many rows, and some more that are none."""
-    tiles, first = [], 0
+    tiles: list[tuple[int, ...]] = []
+    end = 0
     for expert, count in enumerate(counts):
-        tiles += [(expert, first + start, first + count) for start in range(0, count, block_m)]
-        first += count
-    rows = [(*tile, len(tiles)) for tile in tiles] + [(-1, 0, 0, len(tiles))] * 2
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+        height = -(-count // block_m) * block_m
+        start = end + (height - count if padded else 0)
+        end = start + count
+        rows = range(end - height, end, block_m)
+        tiles += [(expert, max(start, row), row + block_m, len(tiles), len(rows)) for row in rows]
+    n = len(tiles)
+    rows_of_tiles = [(*tile[:3], n, *tile[3:], 0, 0) for tile in tiles] + [(-1, 0, 0, n, 0, 0, 0, 0)] * 2
+    return torch.tensor(rows_of_tiles, dtype=torch.int32, device=device)
 
 
 def tiled(n: int, gated: bool, descriptors: bool, device: str, **tile: object) -> GemmConfig:
@@ -203,26 +197,38 @@ def test_results_go_to_their_slots_weighted_and_other_slots_are_left_alone(
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_both_parts_of_a_tile_are_finished_alike(dtype: torch.dtype, device: str) -> None:
-    # Tiles of 32 and 16 rows: some end in the first part, some in the second, and one expert has two.
-    counts, n_rows, block_m, n, hidden = (37, 0, 70, 5), 112, 48, 2 * TURN, 72
-    slots = torch.randperm(n_rows, generator=torch.Generator().manual_seed(3)).to(device, torch.int32)
-    x = enclosed(integers(n_rows, hidden, device=device, dtype=dtype, seed=1) / 16)
+@pytest.mark.parametrize(("by_need", "padded"), [(False, False), (True, False), (False, True)])
+def test_both_parts_of_a_tile_are_finished_alike(by_need: bool, padded: bool, dtype: torch.dtype, device: str) -> None:
+    # Tiles of 32 and 16 rows: some have rows in one part, some in both, and one expert has two.
+    counts, n_slots, block_m, n, hidden = (37, 0, 70, 5), 112, 48, 2 * TURN, 72
+    tiles = schedule(counts, block_m, device, padded)
+    sorted_shape = (tiles[0, 3], block_m) if padded else (n_slots,)
+
+    def new(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return enclosed(torch.full(shape, NAN, device=device, dtype=kind))
+
+    rows = torch.cat([torch.arange(*tile) for tile in tiles[:, 1:3].tolist()]).to(device)
+    slots = torch.zeros(sorted_shape, dtype=torch.int32, device=device).flatten()
+    slots[rows] = torch.randperm(n_slots, generator=torch.Generator().manual_seed(3)).to(device, torch.int32)
+    x, h, out = new(*sorted_shape, hidden), new(*sorted_shape, n), new(n_slots, hidden)
+    x.view(-1, hidden)[rows] = integers(n_slots, hidden, device=device, dtype=dtype, seed=1) / 16
     gate, up = enclosed(integers(len(counts), 2 * n, hidden, device=device, dtype=dtype, seed=2)).chunk(2, 1)
     down = enclosed(integers(len(counts), hidden, n, device=device, dtype=dtype, seed=3))
-    routing = integers(n_rows, device=device, dtype=torch.float32, seed=5) / 4
-    tiles = schedule(counts, block_m, device)
-    h, out = (enclosed(torch.full((n_rows, width), NAN, device=device, dtype=dtype)) for width in (n, hidden))
+    routing = integers(n_slots, device=device, dtype=torch.float32, seed=5) / 4
     config, both = tiled(n, True, True, device, swapped=False, joined=True, block_m=block_m), join(gate, up)
+    config = replace(config, by_need=by_need)
     gemm_launch(replace(config, block_n=n), x, both, gated=True)(h, x, x, tiles, slots, both, both)
     gemm_launch(replace(config, joined=False), h, down, scatters=True)(out, h, h, tiles, slots, down, down, routing)
-    want_h, want = h.double(), out.double()
-    for expert, rows in enumerate(torch.arange(n_rows).split(counts)):
-        want_h[rows] = exact_swiglu(*(x[rows].double() @ w[expert].double().T for w in (gate, up)), PLAIN)
-        its = slots[rows].long()
-        want[its] = h[rows].double() @ down[expert].double().T * routing[its].double()[:, None]
-    assert_close(h, want_h, rounding_tolerance(dtype, hidden))
-    assert_close(out, want, rounding_tolerance(dtype, n, magnitude=float(2 * h.double().abs().sum(1).max())))
+    want = out.double()
+    for expert, its in enumerate(rows.split(counts)):
+        its_x, its_h, its_slots = x.view(-1, hidden)[its], h.view(-1, n)[its], slots[its].long()
+        want_h = exact_swiglu(*(its_x.double() @ w[expert].double().T for w in (gate, up)), PLAIN)
+        assert_close(its_h, want_h, rounding_tolerance(dtype, hidden))
+        want[its_slots] = its_h.double() @ down[expert].double().T * routing[its_slots].double()[:, None]
+    largest = float(2 * h.double().nan_to_num().abs().sum(-1).max())
+    assert_close(out, want, rounding_tolerance(dtype, n, magnitude=largest))
+    # Rows between experts are left as they are.
+    assert h.isfinite().all(-1).sum() == n_slots
 
 
 @runs_kernels
@@ -240,6 +246,21 @@ def test_tiles_are_all_made_whatever_the_number_of_programs(n_programs: int, dev
     launch(out, x, x, schedule(counts, 16, device), out, weight, weight)
     want = torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)])
     assert torch.equal(out, want.half())
+
+
+@runs_kernels
+@pytest.mark.parametrize("offsets", [(0, 40, 0, 40, 0, 40), (40, 0, 3, -5, 99, 40)])
+def test_tiles_of_any_offsets_are_some_of_those_that_there_are(offsets: tuple[int, ...], device: str) -> None:
+    its = torch.tensor(offsets, dtype=torch.int32, device=device)
+    tiles = tiles_plan(40, 5, 16, its)(its)
+    n = int(tiles[0, 3])
+    assert 0 < n <= len(tiles)
+    real = tiles[:n].cpu()
+    assert bool((real[:, 0] >= 0).all())
+    assert bool(((real[:, 1] >= 0) & (real[:, 1] < real[:, 2]) & (real[:, 2] <= 40)).all())
+    # A product looks for an expert's tiles from its first one on.
+    assert bool(((real[:, 4] <= torch.arange(n)) & (torch.arange(n) < real[:, 4] + real[:, 5])).all())
+    assert bool((real[:, 4] + real[:, 5] <= n).all())
 
 
 @runs_kernels
@@ -332,89 +353,3 @@ def test_slots_are_streamed_through_experts_and_summed_by_token(
 )
 def test_descriptors_need_rows_of_whole_16_bytes(view: object, want: bool) -> None:
     assert fit_descriptors(view(torch.zeros(3, 16, 32, dtype=torch.float16))) is want  # type: ignore[operator]
-
-
-def compiled_launches(
-    model: tuple[int, int, int, int], n_tokens: int, dtype: torch.dtype, has_bias: bool
-) -> list[KernelLaunch]:
-    """What goes through the experts of a model on an H200, on meta tensors."""
-    n_experts, top_k, hidden, ffn = model
-    n_slots = n_tokens * top_k
-
-    def new(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
-    gate, up = new(n_experts, 2 * ffn, hidden).chunk(2, 1)
-    down, h = new(n_experts, hidden, ffn), new(n_slots, ffn)
-    bias, up_bias = new(n_experts, 2 * ffn).chunk(2, 1) if has_bias else (None, None)
-    down_bias = new(n_experts, hidden) if has_bias else None
-    ids, routing = new(n_slots, kind=torch.int32), new(n_slots, kind=torch.float32)
-    descriptors = fit_descriptors(gate, up, down)
-    joined = ffn % TURN == 0
-    config = experts_config(n_tokens, top_k, n_experts, hidden, ffn, descriptors, joined, has_bias, H200)
-    with planning(H200) as launches:
-        if isinstance(config, StreamedExperts):
-            x, out = new(n_tokens, hidden), new(n_tokens, hidden)
-            first = stream_up_launch(config.up, x, top_k, n_experts, gate, bias)
-            first(h, x, ids, gate, up, None, bias, up_bias)
-            second = stream_down_launch(config.down, n_tokens, top_k, n_experts, down, down_bias)
-            second(out, h, ids, routing, down, None, down_bias)
-        else:
-            x = new(n_tokens if config.gathers else n_slots, hidden)
-            weight = join(gate, up) if config.up.joined else gate
-            first = gemm_launch(config.up, x, weight, bias, gated=True, gathers=config.gathers, top_k=top_k)
-            first(h, x, x, ids, ids, weight, up, None, bias, up_bias)
-            second = gemm_launch(config.down, h, down, down_bias, scatters=True, top_k=top_k)
-            second(new(n_slots, hidden), h, h, ids, ids, down, down, routing, down_bias)
-    return launches
-
-
-@pytest.mark.tested_triton
-@pytest.mark.compiler
-@pytest.mark.parametrize(
-    ("hidden", "ffn", "n_tokens"),
-    [(4096, 14_336, 64), (4096, 14_336, 128), (4096, 14_336, 2048), (136, 72, 512), (1001, 513, 512)],
-)
-def test_biases_and_odd_sizes_leave_enough_registers(hidden: int, ffn: int, n_tokens: int) -> None:
-    # The cases of the spec have neither.
-    for launch in compiled_launches((8, 2, hidden, ffn), n_tokens, torch.bfloat16, True):
-        made = inspect(compile_launch(launch, H200))
-        assert made.spill_bytes == 0
-        assert made.overwritten_operands == 0
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize(
-    ("n_tokens", "rows", "dtype"), [(32, 16, torch.float16), (128, 64, torch.float16), (1024, 128, torch.bfloat16)]
-)
-def test_swiglu_needs_no_shared_memory_but_for_the_store(n_tokens: int, rows: int, dtype: torch.dtype) -> None:
-    for launch in compiled_launches(MODELS["mixtral"], n_tokens, dtype, False):
-        made = inspect(compile_launch(launch, H200))
-        tile = dict(launch.arguments)
-        assert tile["BLOCK_M"] == rows
-        n_stores = rows * tile["BLOCK_N"] // (8 * 32 * made.num_warps)
-        assert made.instructions["st.shared"] == made.instructions["st.global.v4"] == n_stores
-        assert {name for name in made.instructions if name.startswith("cp.async")} <= {"cp.async.v4"}
-        assert made.instructions["tma"] > 0
-        assert made.instructions["wgmma"] > 0
-
-
-@pytest.mark.tested_triton
-@pytest.mark.compiler
-def test_the_highest_tile_multiplies_both_parts_with_what_is_read_once() -> None:
-    for launch in compiled_launches(MODELS["mixtral"], 512, torch.bfloat16, False):
-        tile, made = dict(launch.arguments), inspect(compile_launch(launch, H200))
-        assert (tile["BLOCK_M"], tile["REST_M"]) == (128, 64)
-        assert made.spill_bytes == 0
-        # Four steps of 16 columns for each part; two copies of x and one of the weight for each stage.
-        assert made.instructions["wgmma"] == 8
-        assert made.instructions["tma"] == 3 * tile["STAGES"]
-
-
-@pytest.mark.compiler
-def test_streamed_weights_are_loaded_16_bytes_at_once() -> None:
-    for launch in compiled_launches(MODELS["deepseek-v3"], 1, torch.bfloat16, False):
-        made = inspect(compile_launch(launch, H200)).instructions
-        # Four rows of weights, and one of x.
-        assert made["ld.global.v4"] >= 5
-        assert not {"ld.global.v2", "ld.global.narrow"} & made.keys()

@@ -146,11 +146,21 @@ def test_tiles_are_lower_where_one_and_a_half_would_be_taken_of_a_few_wide_exper
 
 def test_the_highest_tile_is_taken_where_it_multiplies_few_rows_in_vain() -> None:
     # Of 128 rows, an expert with 129 needs two tiles of 128; 512 are three of 192, and four or five of 128.
-    average = 64, 96, 128, 160, 192, 256, 512, 640, 1024, 4096
+    average = 42, 64, 127, 128, 160, 192, 256, 512, 640, 1024, 4096
     sizes = [rows_per_tile(256 * rows, 256, 2048, True, H200) for rows in average]
-    assert sizes == [128, 128, 192, 192, 128, 128, 192, 128, 128, 192]
+    assert sizes == [64, 192, 192, 192, 192, 128, 128, 192, 128, 192, 192]
     others = [target for target in COMPILE_TARGETS.values() if target.arch != 90]
     assert max(rows_per_tile(256 * rows, 256, 2048, True, target) for rows in average for target in others) == 128
+
+
+def test_few_rows_take_less_time_and_many_are_padded() -> None:
+    for rows, by_need, padded in ((64, True, False), (127, True, False), (128, False, False), (512, False, True)):
+        config = experts_config(32 * rows, 8, 256, 7168, 2048, True, True, False, H200)
+        assert isinstance(config, SortedExperts)
+        assert (config.up.by_need, config.down.by_need, config.padded) == (by_need, by_need, padded)
+        apart = experts_config(32 * rows, 8, 256, 7168, 2048, True, False, False, H200)
+        assert isinstance(apart, SortedExperts)
+        assert (apart.up.by_need, apart.down.by_need, apart.padded) == (False, False, False)
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,12 +35,13 @@ def spelled_out(
     return rows + [-1] * (len(ids) - len(rows)), offsets, positions
 
 
-def tiles_of(offsets: list[int], block_m: int) -> list[list[int]]:
-    return [
-        [expert, row, end]
-        for expert, (first, end) in enumerate(itertools.pairwise(offsets))
-        for row in range(first, end, block_m)
-    ]
+def tiles_of(starts: Sequence[int], ends: Sequence[int], block_m: int) -> list[list[int]]:
+    """Tiles as high as can be, but for the first one of an expert."""
+    tiles: list[list[int]] = []
+    for expert, (first, end) in enumerate(zip(starts, ends, strict=True)):
+        rows = range(end - -(-(end - first) // block_m) * block_m, end, block_m)
+        tiles += [[expert, max(first, row), row + block_m, len(tiles), len(rows)] for row in rows]
+    return tiles
 
 
 def check(
@@ -56,12 +58,29 @@ def check(
         assert not interpreting()
         assert ids.device.type == "cpu"
         return
-    want_tiles = tiles_of(want[1], block_m)
-    n = len(want_tiles)
-    assert tiles.shape == (max_tiles(ids.numel(), n_experts, block_m), 4)
-    assert tiles[:n, :3].tolist() == want_tiles
-    assert tiles[n:, 0].tolist() == [-1] * (len(tiles) - n)
-    assert tiles[:, 3].tolist() == [n] * len(tiles)
+    _, offsets, positions = want
+    check_tiles(tiles, tiles_of(offsets[:-1], offsets[1:], block_m), max_tiles(ids.numel(), n_experts, block_m))
+
+    schedule = _plans.schedule_plan(ids, expert_map, n_experts, capacity, block_m, padded=True)
+    sorted_slots, *got, padded_tiles = schedule(ids, expert_map)
+    counts = [end - first for first, end in itertools.pairwise(offsets)]
+    ends = list(itertools.accumulate(-(-count // block_m) * block_m for count in counts))
+    starts = [end - count for end, count in zip(ends, counts, strict=True)]
+    # Where the rows of one expert after the other are.
+    rows = [row for start, end in zip(starts, ends, strict=True) for row in range(start, end)]
+    assert got[0].tolist() == [*starts, ends[-1]]
+    assert got[1].tolist() == [-1 if position < 0 else rows[position] for position in positions]
+    assert sorted_slots[torch.tensor(rows, dtype=torch.int64, device=ids.device)].tolist() == want[0][: len(rows)]
+    assert sorted_slots.numel() == len(tiles) * block_m
+    check_tiles(padded_tiles, tiles_of(starts, ends, block_m), len(tiles))
+
+
+def check_tiles(tiles: Tensor, want: list[list[int]], most: int) -> None:
+    n = len(want)
+    assert tiles.shape == (most, 8)
+    assert tiles[:n, [0, 1, 2, 4, 5]].tolist() == want
+    assert tiles[n:, 0].tolist() == [-1] * (most - n)
+    assert tiles[:, 3].tolist() == [n] * most
 
 
 def random_ids(n_tokens: int, top_k: int, n_experts: int, device: str, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -26,6 +26,7 @@ from tk_moe_dispatch._gemm_plans import (
     stream_down_launch,
     stream_up_launch,
 )
+from tk_moe_dispatch._launch import max_tiles
 from tk_moe_dispatch._plans import (
     Plan,
     combination,
@@ -207,8 +208,8 @@ def experts_plan(
     descriptors = take_descriptors(gate, up, down)
     sizes, biased = (n_tokens, top_k, n_experts, width, ffn_size), gate_bias is not None
     config = experts_config(*sizes, descriptors, joined, biased, launch_target(device))
-    new_h = allocator((n_slots, ffn_size), x.dtype, device)
     if isinstance(config, StreamedExperts):
+        new_h = allocator((n_slots, ffn_size), x.dtype, device)
         n_all = n_experts if expert_map is None else expert_map.shape[0]
         to_h = stream_up_launch(config.up, x, top_k, n_all, gate, gate_bias, activation)
         to_y = stream_down_launch(config.down, n_tokens, top_k, n_all, down, down_bias)
@@ -229,11 +230,14 @@ def experts_plan(
             return y
 
         return stream
-    schedule = schedule_plan(topk_ids, expert_map, n_experts, capacity, config.up.block_m)
-    order = None if config.gathers else ordering(x, top_k, n_experts)
+    block_m = config.up.block_m
+    schedule = schedule_plan(topk_ids, expert_map, n_experts, capacity, block_m, padded=config.padded)
+    sorted_shape = (max_tiles(n_slots, n_experts, block_m), block_m) if config.padded else (n_slots,)
+    order = None if config.gathers else ordering(x, top_k, n_experts, sorted_shape)
     to_h, to_slots = products(
-        config, x, n_slots, top_k, gate, up, down, gate_bias, down_bias, activation, scatters=True
+        config, x, sorted_shape, top_k, gate, up, down, gate_bias, down_bias, activation, scatters=True
     )
+    new_h = allocator((*sorted_shape, ffn_size), x.dtype, device)
     new_rows = allocator((n_slots, width), x.dtype, device)
     combine = combination(n_tokens, top_k, width, x.dtype, device, is_sorted=False)
 
@@ -259,7 +263,7 @@ def experts_plan(
 def products(
     config: SortedExperts,
     x: torch.Tensor,
-    n_slots: int,
+    sorted_shape: tuple[int, ...],
     top_k: int,
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -272,8 +276,8 @@ def products(
 ) -> tuple[PreparedLaunch, PreparedLaunch]:
     """Return the launches of the products with gate and up, and with the down projection."""
     ffn_size, width = gate.shape[1:]
-    rows = x if config.gathers else torch.empty((n_slots, width), dtype=x.dtype, device=x.device)
-    h = torch.empty((n_slots, ffn_size), dtype=x.dtype, device=x.device)
+    rows = x if config.gathers else torch.empty((*sorted_shape, width), dtype=x.dtype, device=x.device)
+    h = torch.empty((*sorted_shape, ffn_size), dtype=x.dtype, device=x.device)
     to_h = gemm_launch(
         config.up,
         rows,

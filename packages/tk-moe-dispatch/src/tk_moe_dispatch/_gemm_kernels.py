@@ -1,8 +1,8 @@
 """Device code: products of many tokens with the weights of the experts that they are sent to.
 
 A slot is one of the top_k choices of a token, number token * top_k + choice. A sorted row is a slot's place in the
-order of experts, and `slots` says which slot a row is. `tiles` is int32 [n, 4]: expert, first row, end of the expert's
-rows, and the number of tiles.
+order of experts, and `slots` says which slot a row is. `tiles` is int32 [n, 8]: expert, first row, end of the tile's
+rows, number of tiles, first tile of the expert, number of its tiles.
 
 Weights are [experts, N, K] with neighbouring elements along K. Where SwiGLU follows there are two of them, for gate
 and up, with the same strides: halves of one tensor, for instance, or its even and odd rows. Else the second is not
@@ -26,15 +26,25 @@ def swiglu(gate, up, alpha, beta, limit):
 
 
 @triton.jit
-def place(index, n_row_tiles, n_feature_tiles, GROUP_M: tl.constexpr):
+def place(index, n_row_tiles, n_feature_tiles, group_m):
     """Return which tile of rows and which of features an index stands for.
 
-    GROUP_M tiles of rows are gone through together, rows first: those of one expert find its weights in L2.
+    group_m tiles of rows are gone through together, rows first: those of one expert find its weights in L2.
     """
-    first = index // (GROUP_M * n_feature_tiles) * GROUP_M
-    height = tl.minimum(n_row_tiles - first, GROUP_M)
-    within = index % (GROUP_M * n_feature_tiles)
+    first = index // (group_m * n_feature_tiles) * group_m
+    height = tl.minimum(n_row_tiles - first, group_m)
+    within = index % (group_m * n_feature_tiles)
     return first + within % height, within // height
+
+
+@triton.jit
+def _place_by_expert(index, tiles_ptr, n_feature_tiles, GROUP_M: tl.constexpr):
+    """Return the same, one expert after the other: its tiles are gone through in as few groups of GROUP_M as can be."""
+    tile_ptr = tiles_ptr + index // n_feature_tiles * 8
+    first, n_row_tiles = tl.load(tile_ptr + 4), tl.load(tile_ptr + 5)
+    group_m = tl.cdiv(n_row_tiles, tl.cdiv(n_row_tiles, GROUP_M))
+    row_tile, feature_tile = place(index - first * n_feature_tiles, n_row_tiles, n_feature_tiles, group_m)
+    return first + row_tile, feature_tile
 
 
 @triton.jit
@@ -59,6 +69,16 @@ def _load_weight(weight, offsets, expert, first_feature, start, K: tl.constexpr,
 
 
 @triton.jit
+def _load_rows(x, row, tile, start, HEIGHT: tl.constexpr):
+    """Load a block of rows from `row` on; where tiles have a HEIGHT, zeros for what is not in the tile."""
+    if HEIGHT:
+        rows = x.load([tile, row - tile * HEIGHT, start])
+        return tl.reshape(rows, [rows.shape[1], rows.shape[2]])
+    else:
+        return x.load([row, start])
+
+
+@triton.jit
 def _zeros(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, SWAPPED: tl.constexpr):
     if SWAPPED:
         return tl.zeros([WIDTH, BLOCK_M], tl.float32)
@@ -72,77 +92,6 @@ def _accumulate(total, x, w, SWAPPED: tl.constexpr):
         return tl.dot(w, x.T, total)
     else:
         return tl.dot(x, w.T, total)
-
-
-@triton.jit
-def _multiply(
-    x,
-    x_rest,
-    slots_ptr,
-    weight,
-    up_weight,
-    expert,
-    first_row,
-    end_row,
-    first_feature,
-    stride_x,
-    stride_expert,
-    stride_feature,
-    top_k,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATHER: tl.constexpr,
-    GATED: tl.constexpr,
-    TURN: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    REST_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Return BLOCK_M rows of x @ weight[expert].T, and as the second the REST_M rows behind them, in fp32.
-
-    If GATED and not joined in TURNs, the second is BLOCK_M rows of x @ up_weight[expert].T: no other rows follow then.
-    """
-    X_BY_POINTER: tl.constexpr = GATHER or not DESCRIPTORS
-    if X_BY_POINTER:
-        # Rows and features that do not exist repeat the last one.
-        rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), end_row - 1)
-        if GATHER:
-            rows = tl.load(slots_ptr + rows) // top_k
-        x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
-    offsets = None
-    if not DESCRIPTORS:
-        features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), N - 1)
-        offsets = expert.to(tl.int64) * stride_expert + features.to(tl.int64)[:, None] * stride_feature
-    # Rows of another expert are not worth reading: rows beyond x are zeros that cost nothing.
-    rest = first_row + BLOCK_M
-    rest = tl.where(rest < end_row, rest, 2**31 - REST_M - 1)
-    WIDTH: tl.constexpr = 2 * BLOCK_N if TURN else BLOCK_N
-    total = _zeros(BLOCK_M, WIDTH, SWAPPED)
-    second = _zeros(REST_M if REST_M else BLOCK_M, WIDTH, SWAPPED)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if X_BY_POINTER:
-            x_tile = _load_step(x_ptrs, start, K, BLOCK_K)
-        else:
-            x_tile = x.load([first_row, start])
-        if TURN:
-            # One wide product reads x once, where two would read it twice.
-            w = tl.reshape(weight.load([expert, first_feature // TURN, 0, 0, start]), [WIDTH, BLOCK_K])
-        else:
-            w = _load_weight(weight, offsets, expert, first_feature, start, K, BLOCK_K)
-        total = _accumulate(total, x_tile, w, SWAPPED)
-        if REST_M:
-            second = _accumulate(second, x_rest.load([rest, start]), w, SWAPPED)
-        elif GATED and not TURN:
-            w = _load_weight(up_weight, offsets, expert, first_feature, start, K, BLOCK_K)
-            second = _accumulate(second, x_tile, w, SWAPPED)
-    if SWAPPED:
-        return total.T, second.T
-    else:
-        return total, second
 
 
 @triton.jit
@@ -198,6 +147,84 @@ def _finish(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_exists & (features < N))
 
 
+@triton.jit
+def _make_tile(
+    x,
+    x_rest,
+    slots_ptr,
+    weight,
+    up_weight,
+    expert,
+    first_row,
+    end_row,
+    first_feature,
+    stride_x,
+    stride_expert,
+    stride_feature,
+    top_k,
+    store_to,
+    finish_by,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATHER: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    SCATTER: tl.constexpr,
+    GATED: tl.constexpr,
+    TURN: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    REST_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Multiply BLOCK_M rows of x with weight[expert].T, and the REST_M rows behind them, in fp32; `_finish` them.
+
+    If GATED and not joined in TURNs, multiply them with up_weight[expert].T, too: no other rows follow then.
+    """
+    X_BY_POINTER: tl.constexpr = GATHER or not DESCRIPTORS
+    if X_BY_POINTER:
+        # Rows and features that do not exist repeat the last one.
+        rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), end_row - 1)
+        if GATHER:
+            rows = tl.load(slots_ptr + rows) // top_k
+        x_ptrs = x + rows.to(tl.int64)[:, None] * stride_x
+    offsets = None
+    if not DESCRIPTORS:
+        features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), N - 1)
+        offsets = expert.to(tl.int64) * stride_expert + features.to(tl.int64)[:, None] * stride_feature
+    # Rows of another tile are not worth reading: those beyond x are zeros that cost nothing.
+    rest = first_row + BLOCK_M
+    rest = tl.where(rest < end_row, rest, 2**31 - REST_M - 1)
+    tile = first_row // HEIGHT if HEIGHT else None
+    WIDTH: tl.constexpr = 2 * BLOCK_N if TURN else BLOCK_N
+    total = _zeros(BLOCK_M, WIDTH, SWAPPED)
+    second = _zeros(REST_M if REST_M else BLOCK_M, WIDTH, SWAPPED)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if X_BY_POINTER:
+            x_tile = _load_step(x_ptrs, start, K, BLOCK_K)
+        else:
+            x_tile = _load_rows(x, first_row, tile, start, HEIGHT)
+        if TURN:
+            # One wide product reads x once, where two would read it twice.
+            w = tl.reshape(weight.load([expert, first_feature // TURN, 0, 0, start]), [WIDTH, BLOCK_K])
+        else:
+            w = _load_weight(weight, offsets, expert, first_feature, start, K, BLOCK_K)
+        total = _accumulate(total, x_tile, w, SWAPPED)
+        if REST_M:
+            second = _accumulate(second, _load_rows(x_rest, rest, tile, start, HEIGHT), w, SWAPPED)
+        elif GATED and not TURN:
+            w = _load_weight(up_weight, offsets, expert, first_feature, start, K, BLOCK_K)
+            second = _accumulate(second, x_tile, w, SWAPPED)
+    if SWAPPED:
+        total, second = total.T, second.T
+    if REST_M:
+        rest = first_row + BLOCK_M
+        _finish(second, second, rest, *store_to, *finish_by, N, SCATTER, GATED, TURN, REST_M, BLOCK_N)
+    _finish(total, second, first_row, *store_to, *finish_by, N, SCATTER, GATED, TURN, BLOCK_M, BLOCK_N)
+
+
 @triton.jit(do_not_specialize=["top_k"])
 def expert_gemm_kernel(
     out_ptr,
@@ -222,6 +249,7 @@ def expert_gemm_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GATHER: tl.constexpr,
+    PADDED: tl.constexpr,
     SCATTER: tl.constexpr,
     GATED: tl.constexpr,
     TURN: tl.constexpr,
@@ -233,6 +261,7 @@ def expert_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
+    BY_NEED: tl.constexpr,
     FLATTEN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
@@ -245,45 +274,59 @@ def expert_gemm_kernel(
     all are pointers. With TURN, weight is both, [experts, N / TURN, 2, TURN, K], of blocks that have BLOCK_N of each. A
     tile has BLOCK_M + REST_M rows: where REST_M is not 0, x_rest is x again, of blocks [REST_M, BLOCK_K]. out is
     contiguous.
+    PADDED: the rows of an expert end where a tile does. x is [tiles, rows of a tile, K] then, and the blocks [1, ..]. A
+    tile's block is read from its first row on, and counts as zeros behind the tile: these take hardly any power to
+    multiply, which the rows of other experts would. BY_NEED: a tile takes no more time than the first of REST_M,
+    BLOCK_M and both that holds its rows; else all take the same, and programs that read the same weights keep step.
     """
     n_feature_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     wait_for_predecessor(DEPENDENT_LAUNCH)
     n_row_tiles = tl.load(tiles_ptr + 3)
     for index in tl.range(tl.program_id(0), n_row_tiles * n_feature_tiles, tl.num_programs(0), flatten=FLATTEN):
-        row_tile, feature_tile = place(index, n_row_tiles, n_feature_tiles, GROUP_M)
-        expert = tl.load(tiles_ptr + row_tile * 4)
-        first_row = tl.load(tiles_ptr + row_tile * 4 + 1)
-        end_row = tl.load(tiles_ptr + row_tile * 4 + 2)
-        total, second = _multiply(
-            x,
-            x_rest,
-            slots_ptr,
-            weight,
-            up_weight,
-            expert,
-            first_row,
-            end_row,
-            feature_tile * BLOCK_N,
-            stride_x,
-            stride_expert,
-            stride_feature,
-            top_k,
-            N,
-            K,
-            GATHER,
-            GATED,
-            TURN,
-            SWAPPED,
-            DESCRIPTORS,
-            BLOCK_M,
-            REST_M,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
-        store_to = out_ptr, slots_ptr, routing_ptr, bias_ptr, up_bias_ptr, expert, end_row, feature_tile * BLOCK_N
+        row_tile, feature_tile = _place_by_expert(index, tiles_ptr, n_feature_tiles, GROUP_M)
+        expert = tl.load(tiles_ptr + row_tile * 8)
+        first_row = tl.load(tiles_ptr + row_tile * 8 + 1)
+        end_row = tl.load(tiles_ptr + row_tile * 8 + 2)
+        first_feature = feature_tile * BLOCK_N
+        store_to = out_ptr, slots_ptr, routing_ptr, bias_ptr, up_bias_ptr, expert, end_row, first_feature
         finish_by = stride_bias, step_bias, alpha, beta, limit
-        _finish(total, second, first_row, *store_to, *finish_by, N, SCATTER, GATED, TURN, BLOCK_M, BLOCK_N)
-        if REST_M:
-            rest = first_row + BLOCK_M
-            _finish(second, second, rest, *store_to, *finish_by, N, SCATTER, GATED, TURN, REST_M, BLOCK_N)
+        # A tile has no more than REST_M rows, or no more than BLOCK_M, or needs both. One of the three is its own.
+        for size in tl.static_range(0 if BY_NEED else 2, 3):
+            is_its_size = True
+            if BY_NEED:
+                n_rows = end_row - first_row
+                is_its_size = (n_rows > (0, REST_M, BLOCK_M)[size]) & (
+                    n_rows <= (REST_M, BLOCK_M, BLOCK_M + REST_M)[size]
+                )
+            if is_its_size:
+                _make_tile(
+                    x_rest if size == 0 else x,
+                    x_rest,
+                    slots_ptr,
+                    weight,
+                    up_weight,
+                    expert,
+                    first_row,
+                    end_row,
+                    first_feature,
+                    stride_x,
+                    stride_expert,
+                    stride_feature,
+                    top_k,
+                    store_to,
+                    finish_by,
+                    N,
+                    K,
+                    GATHER,
+                    BLOCK_M + REST_M if PADDED else 0,
+                    SCATTER,
+                    GATED,
+                    TURN,
+                    SWAPPED,
+                    DESCRIPTORS,
+                    REST_M if size == 0 else BLOCK_M,
+                    REST_M if size == 2 else 0,
+                    BLOCK_N,
+                    BLOCK_K,
+                    STAGES,
+                )

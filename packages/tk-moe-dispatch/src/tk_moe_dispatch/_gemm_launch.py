@@ -20,10 +20,25 @@ _FEATURES = 128
 _TALL = 192
 """Rows of the highest tile: 128 and 64, which multiply what is read of the weights once."""
 
-_COST_OF_TALL = 0.95
+_COST_OF_TALL = 0.94
 """Of one of its rows, in those of tiles of 128: a weight is brought to shared memory for more rows at a time.
 
 Measured on an H200 (driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-30): 0.90 to 0.98.
+"""
+
+_FEW = 128
+"""Rows of an expert on average, below which the highest tile takes only as long as its rows need.
+
+Most experts have one tile then. Where they have several, these should take the same time, and read a weight together.
+Measured as above, on 2026-12-01: 0.90 of the time of tiles of 128 rows with 48 rows an expert, 0.95 with 64, 0.99 to
+1.01 with 80 to 112; and 0.99 to 1.02 of the time of the highest tile as a whole with 128.
+"""
+
+_MANY = 256
+"""Rows of an expert on average, from which on they end where a tile does.
+
+What lies between experts is less memory then than they are themselves. Measured as above, on 2026-12-01: 0.97 to 1.00
+of the time without.
 """
 
 _Tile = tuple[int, int, bool, int, int, int]
@@ -39,9 +54,10 @@ class GemmConfig:
         block_n: Features per tile; as many again of up where there are gate and up.
         block_k: Columns per step.
         swapped: Whether the weights are the first operand of the matrix units.
-        group_m: Tiles of rows that are gone through together.
+        group_m: Tiles of rows of an expert that are gone through together, at most.
         stages: Steps in flight or in work at a time.
         num_warps: Warps per program.
+        by_need: Whether a tile of two sizes takes less time if its rows fit into one of them.
         flatten: Whether the loads for a program's next tile begin while it finishes one.
         descriptors: Whether the weights, and x in sorted rows, are read through descriptors.
         joined: Whether gate and up are read through one descriptor, and multiplied together.
@@ -56,6 +72,7 @@ class GemmConfig:
     group_m: int
     stages: int
     num_warps: int
+    by_need: bool
     flatten: bool
     descriptors: bool
     joined: bool
@@ -86,11 +103,13 @@ class SortedExperts:
 
     Attributes:
         gathers: Whether the first product finds the rows' tokens itself, or takes a sorted copy of them.
+        padded: Whether the rows of an expert end where a tile does, in the copy and between the products.
         up: The products with gate and up.
         down: The product with the down projection. Its tiles have the same rows.
     """
 
     gathers: bool
+    padded: bool
     up: GemmConfig
     down: GemmConfig
 
@@ -140,7 +159,9 @@ def experts_config(
     block_m = rows_per_tile(n_slots, n_experts, ffn_size, descriptors and joined and not biased, target)
     up = gemm_config(block_m, n_slots, n_experts, ffn_size, True, descriptors, joined, biased, target)
     down = gemm_config(block_m, n_slots, n_experts, hidden_size, False, descriptors, False, False, target)
-    return SortedExperts(block_m <= 32 or not up.descriptors, up, down)
+    # Else tiles are filled up with rows of other experts, and to multiply these takes power.
+    padded = up.joined and n_slots >= _MANY * n_experts
+    return SortedExperts(block_m <= 32 or not up.descriptors, padded, up, down)
 
 
 def rows_per_tile(n_rows: int, n_experts: int, n: int, tall: bool, target: Target) -> int:
@@ -158,7 +179,11 @@ def rows_per_tile(n_rows: int, n_experts: int, n: int, tall: bool, target: Targe
     average = n_rows / n_experts
     if target.backend == "hip":
         largest = 64
-    elif tall and target.arch == 90 and _multiplied(average, _TALL) * _COST_OF_TALL < _multiplied(average, 128):
+    elif (
+        tall
+        and target.arch == 90
+        and (average < _FEW or _multiplied(average, _TALL) * _COST_OF_TALL < _multiplied(average, 128))
+    ):
         largest = _TALL
     elif not tall and 96 < average <= 192 and n_rows / 48 * (n / _FEATURES) < 24 * target.compute_units:
         # Two tiles and a half for an expert instead of one and a half twice as high: fewer rows in vain. Those of an
@@ -237,9 +262,10 @@ def gemm_config(
         block_n,
         block_k,
         swapped,
-        32 if block_m <= 32 else 8 if gated or block_m == 64 else 4,
+        32 if block_m <= 32 else 8,
         stages,
         num_warps,
+        block_m == _TALL and n_rows < _FEW * n_experts,
         # The highest tile leaves no registers for it.
         descriptors and (joined or not gated) and target.arch == 90 and block_m < _TALL,
         descriptors,

@@ -64,7 +64,8 @@ def gemm_launch(
 
     Args:
         config: How to launch it.
-        x: Tokens [T, K] with neighbouring elements in a row if it `gathers`; else sorted rows [n_rows, K], contiguous.
+        x: Tokens [T, K] with neighbouring elements in a row if it `gathers`; else sorted rows [n_rows, K], or
+            [tiles, block_m, K] if those of an expert end where a tile does, contiguous.
         weight: [experts, N, K] with neighbouring elements along K; both have the same strides if `gated`. Of a
             `joined` config it is both in turns, [experts, N / TURN, 2, TURN, K], and up_weight is not read.
         bias: [experts, N] of any strides, both the same, or None.
@@ -85,9 +86,10 @@ def gemm_launch(
         joined_block = (1, config.block_n // TURN, 2, TURN, config.block_k)
         blocks = {"weight": joined_block} if config.joined else {"weight": block, "up_weight": block}
         if not gathers:
-            blocks["x"] = (block_m, config.block_k)
+            its_tile = (1,) * (x.dim() - 2)
+            blocks["x"] = (*its_tile, block_m, config.block_k)
             if rest_m:
-                blocks["x_rest"] = (rest_m, config.block_k)
+                blocks["x_rest"] = (*its_tile, rest_m, config.block_k)
     return PreparedLaunch(
         _GEMM,
         (config.n_programs, 1, 1),
@@ -96,6 +98,7 @@ def gemm_launch(
             "N": n,
             "K": k,
             "GATHER": gathers,
+            "PADDED": x.dim() == 3,
             "SCATTER": scatters,
             "GATED": gated,
             "TURN": TURN if config.joined else 0,
@@ -107,6 +110,7 @@ def gemm_launch(
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "STAGES": config.stages,
+            "BY_NEED": config.by_need,
             "FLATTEN": config.flatten,
             "DEPENDENT_LAUNCH": config.dependent_launch,
         },

@@ -43,25 +43,29 @@ def count_kernel(
 
 @triton.jit
 def _write_tiles(tiles_ptr, starts, ends, n_tiles, block_m, BLOCK_E: tl.constexpr, BLOCK_TILES: tl.constexpr):
-    """Cut the rows of each expert into tiles; all programs take part."""
+    """Cut the rows of each expert into tiles, from their end on; all programs take part."""
     program, n_programs = tl.program_id(0), tl.num_programs(0)
     its_tiles = tl.cdiv(ends - starts, block_m)
     first_tiles = tl.cumsum(its_tiles, axis=0) - its_tiles
     n_real_tiles = tl.minimum(tl.sum(its_tiles, axis=0), n_tiles)
-    fields = tl.arange(0, 4)[None, :]
+    fields = tl.arange(0, 8)[None, :]
     experts = tl.arange(0, BLOCK_E)[:, None]
-    tile = tl.where(fields == 0, experts, tl.where(fields == 2, ends[:, None], n_real_tiles))
+    n_its = tl.minimum(its_tiles, n_tiles - first_tiles)
+    its = tl.where(fields == 4, first_tiles[:, None], tl.where(fields == 5, n_its[:, None], 0))
+    its = tl.where(fields == 0, experts, tl.where(fields == 3, n_real_tiles, its))
     # One tile of every expert at a time.
     for step in tl.range(program, tl.max(its_tiles, axis=0), n_programs):
         places = (first_tiles + step)[:, None]
         mask = (step < its_tiles)[:, None] & (places < n_tiles)
-        first_rows = (starts + step * block_m)[:, None]
-        tl.store(tiles_ptr + places * 4 + fields, tl.where(fields == 1, first_rows, tile), mask=mask)
+        tile_ends = ends - (its_tiles - 1 - step) * block_m
+        first_rows = tl.maximum(starts, tile_ends - block_m)
+        tile = tl.where(fields == 1, first_rows[:, None], tl.where(fields == 2, tile_ends[:, None], its))
+        tl.store(tiles_ptr + places * 8 + fields, tile, mask=mask)
     no_tile = tl.where(fields == 0, -1, tl.where(fields == 3, n_real_tiles, 0))
     for first in tl.range(program * BLOCK_TILES, n_tiles, n_programs * BLOCK_TILES):
         places = first + tl.arange(0, BLOCK_TILES)[:, None]
         mask = (places >= n_real_tiles) & (places < n_tiles)
-        tl.store(tiles_ptr + places * 4 + fields, no_tile, mask=mask)
+        tl.store(tiles_ptr + places * 8 + fields, no_tile, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_slots", "n_tiles", "capacity", "block_m", "n_all", "n_experts"])
@@ -81,6 +85,7 @@ def schedule_kernel(
     n_experts,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK_ALL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -90,9 +95,11 @@ def schedule_kernel(
     """Sort slots by expert, those of one expert in their own order; a program places those of one chunk.
 
     positions is the sorted row of each slot, sorted its inverse, offsets the first row of each expert; -1 is for none.
-    tiles [n_tiles, 4] cut the rows of each expert into blocks of block_m: expert, first row, end of the expert's rows,
-    number of tiles; those beyond that number have the expert -1. An expert serves no more than `capacity` slots.
-    counts are those of count_kernel; or None, and each program counts all slots, no more than BLOCK_ALL.
+    tiles [n_tiles, 8] cut the rows of each expert into blocks of block_m, the first of which may be lower: expert,
+    first row, end of the tile's rows, number of tiles, first tile of the expert, number of its tiles, and two zeros;
+    those beyond the number of tiles have the expert -1. If PADDED, the rows of an expert end at a multiple of block_m,
+    and sorted is not written between experts. An expert serves no more than `capacity` slots. counts are those of
+    count_kernel; or None, and each program counts all slots, no more than BLOCK_ALL.
     """
     chunk, n_chunks = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, BLOCK_E)
@@ -118,8 +125,9 @@ def schedule_kernel(
             sums_before += tl.where(chunks < chunk, counts, 0)
         total, before = tl.sum(sums, axis=0), tl.sum(sums_before, axis=0)
     kept = tl.minimum(total, capacity)
-    ends = tl.cumsum(kept, axis=0)
-    n_rows = tl.sum(kept, axis=0)
+    lengths = tl.cdiv(kept, block_m) * block_m if PADDED else kept
+    ends = tl.cumsum(lengths, axis=0)
+    n_rows = tl.sum(lengths, axis=0)
     if chunk == 0:
         tl.store(offsets_ptr + experts, ends - kept, mask=experts < n_experts)
         tl.store(offsets_ptr + n_experts, n_rows)
@@ -242,8 +250,9 @@ def combine_kernel(
         is_here, rows = is_token, slots
         if positions_ptr is not None:
             positions = tl.load(positions_ptr + slots, mask=is_token, other=-1)
-            is_here = (positions >= 0) & (positions < n_tokens * TOP_K)
+            is_here = positions >= 0
             if SORTED:
+                is_here &= positions < n_tokens * TOP_K
                 rows = positions
         y_ptrs = y_ptr + rows.to(tl.int64) * stride * ALIGNMENT + columns
         y = tl.load(y_ptrs, mask=is_here & is_column, other=0.0).to(tl.float32)

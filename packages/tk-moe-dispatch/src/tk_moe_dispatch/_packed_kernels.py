@@ -182,9 +182,9 @@ def packed_experts_kernel(
         is_used = tl.program_id(0) < n_row_tiles * n_feature_programs
         index = tl.where(is_used, tl.program_id(0), 0)
         row_tile, program_n = place(index, tl.maximum(n_row_tiles, 1), n_feature_programs, GROUP_M)
-        expert = tl.load(tiles_ptr + row_tile * 4, mask=is_used, other=0)
-        first_row = tl.load(tiles_ptr + row_tile * 4 + 1, mask=is_used, other=0)
-        end_row = tl.load(tiles_ptr + row_tile * 4 + 2, mask=is_used, other=0)
+        expert = tl.load(tiles_ptr + row_tile * 8, mask=is_used, other=0)
+        first_row = tl.load(tiles_ptr + row_tile * 8 + 1, mask=is_used, other=0)
+        end_row = tl.load(tiles_ptr + row_tile * 8 + 2, mask=is_used, other=0)
     else:
         first_row, program_n = tl.program_id(0) // n_feature_programs, tl.program_id(0) % n_feature_programs
         end_row = first_row + 1

@@ -91,7 +91,7 @@ def fused_packed_experts_plan(
         new_positions = allocator((n_slots,), torch.int32, device)
         new_rows = allocator((n_slots, width), x.dtype, device)
         schedule = schedule_plan(topk_ids, expert_map, n_experts, capacity, config.up.block_m) if is_sorted else None
-        order = ordering(new_arranged(), top_k, n_experts) if is_sorted and not gathers else None
+        order = ordering(new_arranged(), top_k, n_experts, (n_slots,)) if is_sorted and not gathers else None
         combine = combination(n_tokens, top_k, width, x.dtype, device, is_sorted=is_sorted)
         apply_shared = None if shared_w13 is None else shared_plan(rows, shared_w13, shared_w2, layout, activation)
 

@@ -74,6 +74,8 @@ def schedule_plan(
     capacity: int | None = None,
     block_m: int | None = None,
     dtype: torch.dtype = torch.int32,
+    *,
+    padded: bool = False,
 ) -> Plan:
     """Return the function that sorts slots by expert.
 
@@ -84,12 +86,13 @@ def schedule_plan(
         capacity: Slots that each expert serves, the first in token order; None for all.
         block_m: Rows of the tiles into which the rows of each expert are cut, or None for no tiles.
         dtype: int32 or int64, of what is returned but the tiles.
+        padded: Whether the rows of an expert end at a multiple of `block_m`, as kernels want them. `sorted_slots` are
+            [max_tiles * block_m] then, and anything where no slot is.
 
     Returns:
         A function of `topk_ids` and `expert_map`. It returns `sorted_slots`, `offsets` and `positions` as
-        `schedule_torch` does, and int32 tiles [max_tiles, 4]: expert, first row, end of the expert's rows, and the
-        number of tiles there are. The expert of those beyond that number is -1. Where the reference serves the call,
-        or no tiles are wanted, there are none.
+        `schedule_torch` does, and int32 tiles [max_tiles, 8], which `schedule_kernel` describes. Where the reference
+        serves the call, or no tiles are wanted, there are none.
     """
 
     def make() -> Plan:
@@ -107,10 +110,12 @@ def schedule_plan(
         options = backend_options(config.num_warps, config.dependent_launch)
         grid = (config.n_chunks, 1, 1)
         sizes = (num_experts if expert_map is None else expert_map.shape[0], num_experts)
+        n_rows = n_tiles * block_m if padded and block_m is not None else n_slots
         shared = {"BLOCK_E": config.block_e, "CHUNK": config.chunk}
         dependent = {"DEPENDENT_LAUNCH": config.dependent_launch}
         count = PreparedLaunch(_COUNT, grid, (n_slots, *sizes), {**shared, **dependent}, device, **options)
         blocks = {
+            "PADDED": padded,
             "BLOCK_ALL": config.block_all,
             "BLOCK_C": config.block_c,
             "BLOCK_J": config.block_j,
@@ -118,9 +123,10 @@ def schedule_plan(
         }
         scalars = (n_slots, n_tiles, n_slots if capacity is None else min(capacity, n_slots), block_m or 1, *sizes)
         sort = PreparedLaunch(_SCHEDULE, grid, scalars, {**shared, **blocks, **dependent}, device, **options)
-        new_slots, new_offsets = (allocator((size,), dtype, device) for size in (n_slots, num_experts + 1))
+        sizes_of_results = n_rows, num_experts + 1, n_slots
+        new_sorted, new_offsets, new_positions = (allocator((size,), dtype, device) for size in sizes_of_results)
         new_counts = allocator((config.n_chunks, config.block_e), torch.int32, device)
-        new_tiles = allocator((n_tiles, 4), torch.int32, device)
+        new_tiles = allocator((n_tiles, 8), torch.int32, device)
 
         def schedule(ids: Any, expert_map: Any) -> Any:
             ids, expert_map = ids.contiguous(), contiguous(expert_map)
@@ -130,13 +136,13 @@ def schedule_plan(
                 count(counts, ids, expert_map)
             if block_m is not None:
                 tiles = new_tiles()
-            sorted_slots, offsets, positions = new_slots(), new_offsets(), new_slots()
+            sorted_slots, offsets, positions = new_sorted(), new_offsets(), new_positions()
             sort(sorted_slots, offsets, positions, ids, counts, tiles, expert_map)
             return sorted_slots, offsets, positions, tiles
 
         return schedule
 
-    return planned(("schedule", num_experts, capacity, block_m, dtype), (topk_ids, expert_map), make)
+    return planned(("schedule", num_experts, capacity, block_m, dtype, padded), (topk_ids, expert_map), make)
 
 
 def permutation_plan(indices: Any, num_experts: Any) -> Plan:
@@ -158,7 +164,7 @@ def permute_plan(hidden: Any, indices: Any, num_experts: Any) -> Plan:
         if hidden.numel() == 0 or indices.numel() == 0 or backend_of("hidden", hidden) == "reference":
             return lambda hidden, indices: permute_tokens_torch(hidden, indices, num_experts)
         schedule = permutation_plan(indices, num_experts)
-        order = ordering(rows_of(hidden), indices.shape[-1], num_experts)
+        order = ordering(rows_of(hidden), indices.shape[-1], num_experts, (indices.numel(),))
 
         def permute(hidden: Any, indices: Any) -> Any:
             sorted_idx, offsets, restore_idx = schedule(indices)
@@ -169,17 +175,18 @@ def permute_plan(hidden: Any, indices: Any, num_experts: Any) -> Plan:
     return planned(("permute", num_experts), (hidden, indices), make)
 
 
-def ordering(rows: torch.Tensor, top_k: int, num_experts: int) -> Plan:
+def ordering(rows: torch.Tensor, top_k: int, num_experts: int, sorted_shape: tuple[int, ...]) -> Plan:
     """Return the function that brings tokens into the order of their experts.
 
     Args:
         rows: Tokens [T, H] with neighbouring elements in a row.
         top_k: Slots per token.
         num_experts: Experts here.
+        sorted_shape: Of the sorted rows, but for H. Of more rows than T * top_k, those between experts are anything.
 
     Returns:
-        A function of tokens, and of positions and offsets as `schedule_plan` gives them. It returns [T * top_k, H]:
-        the token of every sorted row, zeros in rows that there are not.
+        A function of tokens, and of positions and offsets as `schedule_plan` gives them. It returns
+        [*sorted_shape, H]: the token of every sorted row, zeros in the rows up to T * top_k behind the last expert.
     """
     (n_tokens, width), stride = rows.shape, row_stride(rows)
     unit = math.gcd(16, width, stride)
@@ -196,7 +203,7 @@ def ordering(rows: torch.Tensor, top_k: int, num_experts: int) -> Plan:
         rows.device,
         **backend_options(config.num_warps, config.dependent_launch),
     )
-    new_rows = allocator((n_tokens * top_k, width), rows.dtype, rows.device)
+    new_rows = allocator((*sorted_shape, width), rows.dtype, rows.device)
 
     def order(rows: Any, positions: Any, offsets: Any) -> Any:
         out = new_rows()

@@ -66,7 +66,7 @@ def grouped_gemm_plan(tokens: Any, weights: Any, expert_offsets: Any, num_expert
         descriptors = take_descriptors(rows, weight)
         config = gemm_config(block_m, n_rows, num_experts, n, False, descriptors, False, False, target)
         multiply_rows = gemm_launch(config, rows, weight)
-        tiles_of = _tiles(n_rows, num_experts, block_m, expert_offsets)
+        tiles_of = tiles_plan(n_rows, num_experts, block_m, expert_offsets)
 
         def multiply(tokens: Any, weights: Any, offsets: Any) -> Any:
             (weight,), tokens = in_rows(weights), tokens.contiguous()
@@ -155,12 +155,15 @@ def _sorted_rows_plan(
     block_m = rows_per_tile(n_rows, num_experts, ffn_size, False, target)
     config = SortedExperts(
         False,
+        False,
         gemm_config(block_m, n_rows, num_experts, ffn_size, True, descriptors, False, False, target),
         gemm_config(block_m, n_rows, num_experts, width, False, descriptors, False, False, target),
     )
     activation = PLAIN
-    to_h, to_rows = products(config, permuted, n_rows, top_k, gate, up, down, None, None, activation, scatters=scatters)
-    tiles_of = _tiles(n_rows, num_experts, block_m, offsets)
+    to_h, to_rows = products(
+        config, permuted, (n_rows,), top_k, gate, up, down, None, None, activation, scatters=scatters
+    )
+    tiles_of = tiles_plan(n_rows, num_experts, block_m, offsets)
     new_h = allocator((n_rows, ffn_size), permuted.dtype, permuted.device)
 
     def apply(x: Any, gate: Any, up: Any, down: Any, offsets: Any, routing: Any, slots: Any) -> Any:
@@ -177,7 +180,7 @@ def _sorted_rows_plan(
     return apply
 
 
-def _tiles(n_rows: int, num_experts: int, block_m: int, offsets: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+def tiles_plan(n_rows: int, num_experts: int, block_m: int, offsets: torch.Tensor) -> Callable[[Any], torch.Tensor]:
     """Return the function from offsets to tiles."""
     target, device = launch_target(offsets.device), offsets.device
     n_tiles = max_tiles(n_rows, num_experts, block_m)
@@ -194,7 +197,7 @@ def _tiles(n_rows: int, num_experts: int, block_m: int, offsets: torch.Tensor) -
         device,
         **backend_options(target.warps(min(512, max(128, block_e))), target.is_hopper_or_later),
     )
-    new_tiles = allocator((n_tiles, 4), torch.int32, device)
+    new_tiles = allocator((n_tiles, 8), torch.int32, device)
 
     def tiles_of(offsets: Any) -> Any:
         tiles = new_tiles()
