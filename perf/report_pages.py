@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mode
 from typing import Any
 
-from reports import ROOT, STAGES, WHOLE_MODEL, kept, made_in_words, measured
+from reports import ORIGINAL, ROOT, STAGES, WHOLE_MODEL, compiles_steps, kept, made_in_words, measured
 from tk_kernel_core.plot import roofline_png
 from tk_kernel_core.report import NOTHING, microseconds, notes, params_in_words, percent_of_roof, ratio, scaled
 from tk_kernel_core.results import BaselineResult, BenchResult, Report, StageResult
@@ -53,8 +53,8 @@ def write_pages(folder: Path, packages: Sequence[str]) -> None:
     table = measured() or "Nothing has been recorded yet.\n"
     names = "\n".join((*packages, WHOLE_MODEL))
     (folder / "index.md").write_text(INDEX + table + PAGES.replace("PAGES", names), encoding="utf-8")
-    models = [files[WHOLE_MODEL] for files in kept(WHOLE_MODEL).values() if files]
-    text = "".join(whole_models(json.loads(file.read_text(encoding="utf-8"))) for file in models)
+    models = (file for files in kept(f"{WHOLE_MODEL}*").values() for file in files.values())
+    text = "\n".join(whole_models(json.loads(file.read_text(encoding="utf-8"))) for file in models)
     (folder / f"{WHOLE_MODEL}.md").write_text(MODELS + (text or NO_REPORT), encoding="utf-8")
     machines, staged = kept(), kept(f"{STAGES}*")
     for package in packages:
@@ -116,10 +116,10 @@ def stages(report: Report) -> str:
     return "\n" + "\n".join(parts)
 
 
-def whole_models(report: Mapping[str, Any]) -> str:
+def whole_models(report: dict[str, Any]) -> str:
     """Return what the page on whole models says of one report of docs/examples/llama_decode.py."""
     settings, rows = report["settings"], report["rows"]
-    speeds = {(row["model"], row["how"], row["batch"]): row for row in rows if row["step"] == "as it was"}
+    speeds = {(row["model"], row["how"], row["batch"]): row for row in rows if row["step"] == ORIGINAL}
     lines = []
     for row in rows:
         line = [row["model"], row["step"], row["how"], str(row["batch"])]
@@ -134,7 +134,8 @@ def whole_models(report: Mapping[str, Any]) -> str:
     columns += [">weights<br>peak", ">logits<br>differ by"]
     made = f"{made_in_words(report['provenance'])}, transformers {report['provenance']['transformers']}"
     sizes = f"prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new ones, {settings['dtype']}"
-    return f"## {report['provenance']['hardware']}\n\n{made}; {sizes}.\n\n{_table(columns, lines)}\n"
+    title = report["provenance"]["hardware"] + ", steps compiled" * compiles_steps(report)
+    return f"## {title}\n\n{made}; {sizes}.\n\n{_table(columns, lines)}\n"
 
 
 def _times(results: Sequence[BenchResult]) -> str:

@@ -5,8 +5,8 @@
 
 A report of `tk-kernels bench --json` is kept as perf/reports/MACHINE/PACKAGE.json, whole but for the samples behind
 each median, which are most of it; one of `tk-kernels roofline --stages --json` as stages-PACKAGE.json beside it, and
-one of docs/examples/llama_decode.py as llama_decode.json. The documentation's pages on performance are made from the
-same files. Needs nothing installed.
+one of docs/examples/llama_decode.py as llama_decode.json, or llama_decode-compiled.json if steps were compiled, too.
+The documentation's pages on performance are made from the same files. Needs nothing installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "perf" / "reports"
 README = ROOT / "README.md"
-WHOLE_MODEL = "llama_decode"
+WHOLE_MODEL, ORIGINAL = "llama_decode", "as it was"
 STAGES = "stages-"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 
@@ -57,7 +57,13 @@ def to_keep(report: Report, commit: str | None) -> tuple[str, dict[str, Report]]
     if not made_by["driver"] or not report["rows"]:
         raise ValueError("wanted a report with rows, made on a GPU")
     made_by = {**made_by, "commit": _commit(made_by, commit)}
-    return machine_name(made_by["hardware"]), {WHOLE_MODEL: {**report, "provenance": made_by}}
+    name = f"{WHOLE_MODEL}-compiled" if compiles_steps(report) else WHOLE_MODEL
+    return machine_name(made_by["hardware"]), {name: {**report, "provenance": made_by}}
+
+
+def compiles_steps(report: Report) -> bool:
+    """Whether a report of llama_decode.py has models under torch.compile other than the original."""
+    return any(row["how"] != "eager" and row["step"] != ORIGINAL for row in report["rows"])
 
 
 def split(report: Report, commit: str | None) -> dict[str, Report]:

@@ -176,6 +176,11 @@ def test_a_report_of_whole_models_is_kept_and_shown_with_its_speeds_over_the_ori
     assert f"{made}; prompts of 512 tokens, 64 new ones, bfloat16.\n" in text
     last = "| llama | int8 | eager | 1 | 3,000<br>1.50<br>0.75 | 30<br>1.50<br>0.75 | 2 GB<br>3 GB | 0.25 |"
     assert text.rstrip().splitlines()[-1] == last
+    compiled = {**WHOLE_MODEL, "rows": [*WHOLE_MODEL["rows"], {**WHOLE_MODEL["rows"][2], "how": "torch.compile"}]}
+    ((name, its),) = reports.to_keep(compiled, "c" * 40)[1].items()
+    assert name == "llama_decode-compiled"
+    assert pages.whole_models(its).startswith("## NVIDIA H200, steps compiled\n")
+    assert text.startswith("## NVIDIA H200\n")
     for made_by, rows in (({**WHOLE_MODEL["provenance"], "driver": None}, WHOLE_MODEL["rows"]), ({"driver": "1"}, [])):
         with pytest.raises(ValueError, match="wanted a report with rows, made on a GPU"):
             reports.to_keep({**WHOLE_MODEL, "provenance": made_by, "rows": rows}, "c" * 40)
