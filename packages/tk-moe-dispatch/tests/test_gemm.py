@@ -199,8 +199,8 @@ def test_results_go_to_their_slots_weighted_and_other_slots_are_left_alone(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("by_need", "padded"), [(False, False), (True, False), (False, True)])
 def test_both_parts_of_a_tile_are_finished_alike(by_need: bool, padded: bool, dtype: torch.dtype, device: str) -> None:
-    # Tiles of 32 and 16 rows: some have rows in one part, some in both, and one expert has two.
-    counts, n_slots, block_m, n, hidden = (37, 0, 70, 5), 112, 48, 2 * TURN, 72
+    # Tiles of 32 and 16 rows: some have rows in one part, some in both, some fill a part, and one expert has two.
+    counts, n_slots, block_m, n, hidden = (37, 0, 70, 5, 16, 32), 160, 48, 2 * TURN, 72
     tiles = schedule(counts, block_m, device, padded)
     sorted_shape = (tiles[0, 3], block_m) if padded else (n_slots,)
 
