@@ -153,8 +153,14 @@ def test_the_highest_tile_is_taken_where_it_multiplies_few_rows_in_vain() -> Non
     assert max(rows_per_tile(256 * rows, 256, 2048, True, target) for rows in average for target in others) == 128
 
 
-def test_few_rows_take_less_time_and_many_are_padded() -> None:
-    for rows, by_need, padded in ((64, True, False), (127, True, False), (128, False, False), (512, False, True)):
+def test_high_tiles_of_few_rows_take_what_they_need_and_many_rows_end_where_a_tile_does() -> None:
+    for rows, by_need, padded in (
+        (64, True, False),
+        (127, True, False),
+        (128, False, False),
+        (255, False, False),
+        (256, False, True),
+    ):
         config = experts_config(32 * rows, 8, 256, 7168, 2048, True, True, False, H200)
         assert isinstance(config, SortedExperts)
         assert (config.up.by_need, config.down.by_need, config.padded) == (by_need, by_need, padded)

@@ -1,8 +1,7 @@
 """Device code: products of many tokens with the weights of the experts that they are sent to.
 
 A slot is one of the top_k choices of a token, number token * top_k + choice. A sorted row is a slot's place in the
-order of experts, and `slots` says which slot a row is. `tiles` is int32 [n, 8]: expert, first row, end of the tile's
-rows, number of tiles, first tile of the expert, number of its tiles.
+order of experts, and `slots` says which slot a row is. `tiles` are those of `schedule_kernel`.
 
 Weights are [experts, N, K] with neighbouring elements along K. Where SwiGLU follows there are two of them, for gate
 and up, with the same strides: halves of one tensor, for instance, or its even and odd rows. Else the second is not
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import wait_for_predecessor
+from tk_moe_dispatch._kernels import TILE_FIELDS
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def place(index, n_row_tiles, n_feature_tiles, group_m):
 @triton.jit
 def _place_by_expert(index, tiles_ptr, n_feature_tiles, GROUP_M: tl.constexpr):
     """Return the same, one expert after the other: its tiles are gone through in as few groups of GROUP_M as can be."""
-    tile_ptr = tiles_ptr + index // n_feature_tiles * 8
+    tile_ptr = tiles_ptr + index // n_feature_tiles * TILE_FIELDS
     first, n_row_tiles = tl.load(tile_ptr + 4), tl.load(tile_ptr + 5)
     group_m = tl.cdiv(n_row_tiles, tl.cdiv(n_row_tiles, GROUP_M))
     row_tile, feature_tile = place(index - first * n_feature_tiles, n_row_tiles, n_feature_tiles, group_m)
@@ -194,9 +194,9 @@ def _make_tile(
     if not DESCRIPTORS:
         features = tl.minimum(first_feature + tl.arange(0, BLOCK_N), N - 1)
         offsets = expert.to(tl.int64) * stride_expert + features.to(tl.int64)[:, None] * stride_feature
-    # Rows of another tile are not worth reading: those beyond x are zeros that cost nothing.
     rest = first_row + BLOCK_M
-    rest = tl.where(rest < end_row, rest, 2**31 - REST_M - 1)
+    # Rows of another tile are not worth reading: those beyond x are zeros that cost nothing.
+    rest_read = tl.where(rest < end_row, rest, 2**31 - REST_M - 1)
     tile = first_row // HEIGHT if HEIGHT else None
     WIDTH: tl.constexpr = 2 * BLOCK_N if TURN else BLOCK_N
     total = _zeros(BLOCK_M, WIDTH, SWAPPED)
@@ -213,14 +213,13 @@ def _make_tile(
             w = _load_weight(weight, offsets, expert, first_feature, start, K, BLOCK_K)
         total = _accumulate(total, x_tile, w, SWAPPED)
         if REST_M:
-            second = _accumulate(second, _load_rows(x_rest, rest, tile, start, HEIGHT), w, SWAPPED)
+            second = _accumulate(second, _load_rows(x_rest, rest_read, tile, start, HEIGHT), w, SWAPPED)
         elif GATED and not TURN:
             w = _load_weight(up_weight, offsets, expert, first_feature, start, K, BLOCK_K)
             second = _accumulate(second, x_tile, w, SWAPPED)
     if SWAPPED:
         total, second = total.T, second.T
     if REST_M:
-        rest = first_row + BLOCK_M
         _finish(second, second, rest, *store_to, *finish_by, N, SCATTER, GATED, TURN, REST_M, BLOCK_N)
     _finish(total, second, first_row, *store_to, *finish_by, N, SCATTER, GATED, TURN, BLOCK_M, BLOCK_N)
 
@@ -284,9 +283,9 @@ def expert_gemm_kernel(
     n_row_tiles = tl.load(tiles_ptr + 3)
     for index in tl.range(tl.program_id(0), n_row_tiles * n_feature_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, feature_tile = _place_by_expert(index, tiles_ptr, n_feature_tiles, GROUP_M)
-        expert = tl.load(tiles_ptr + row_tile * 8)
-        first_row = tl.load(tiles_ptr + row_tile * 8 + 1)
-        end_row = tl.load(tiles_ptr + row_tile * 8 + 2)
+        expert = tl.load(tiles_ptr + row_tile * TILE_FIELDS)
+        first_row = tl.load(tiles_ptr + row_tile * TILE_FIELDS + 1)
+        end_row = tl.load(tiles_ptr + row_tile * TILE_FIELDS + 2)
         first_feature = feature_tile * BLOCK_N
         store_to = out_ptr, slots_ptr, routing_ptr, bias_ptr, up_bias_ptr, expert, end_row, first_feature
         finish_by = stride_bias, step_bias, alpha, beta, limit

@@ -31,7 +31,7 @@ _FEW = 128
 
 Most experts have one tile then. Where they have several, these should take the same time, and read a weight together.
 Measured as above, on 2026-12-01: 0.90 of the time of tiles of 128 rows with 48 rows an expert, 0.95 with 64, 0.99 to
-1.01 with 80 to 112; and 0.99 to 1.02 of the time of the highest tile as a whole with 128.
+1.01 with 80 to 112; and 0.99 to 1.04 of the time of the highest tile as a whole with 128.
 """
 
 _MANY = 256

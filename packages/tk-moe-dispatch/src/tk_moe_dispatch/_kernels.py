@@ -10,6 +10,9 @@ import triton.language as tl
 
 from tk_kernel_core.gemm_kernels import wait_for_predecessor
 
+# What is known of a tile of rows, in int32: `schedule_kernel` says what.
+TILE_FIELDS = tl.constexpr(8)
+
 
 @triton.jit
 def local_experts(ids_ptr, map_ptr, slots, n_slots, n_all, n_experts):
@@ -48,7 +51,7 @@ def _write_tiles(tiles_ptr, starts, ends, n_tiles, block_m, BLOCK_E: tl.constexp
     its_tiles = tl.cdiv(ends - starts, block_m)
     first_tiles = tl.cumsum(its_tiles, axis=0) - its_tiles
     n_real_tiles = tl.minimum(tl.sum(its_tiles, axis=0), n_tiles)
-    fields = tl.arange(0, 8)[None, :]
+    fields = tl.arange(0, TILE_FIELDS)[None, :]
     experts = tl.arange(0, BLOCK_E)[:, None]
     n_its = tl.minimum(its_tiles, n_tiles - first_tiles)
     its = tl.where(fields == 4, first_tiles[:, None], tl.where(fields == 5, n_its[:, None], 0))
@@ -60,12 +63,12 @@ def _write_tiles(tiles_ptr, starts, ends, n_tiles, block_m, BLOCK_E: tl.constexp
         tile_ends = ends - (its_tiles - 1 - step) * block_m
         first_rows = tl.maximum(starts, tile_ends - block_m)
         tile = tl.where(fields == 1, first_rows[:, None], tl.where(fields == 2, tile_ends[:, None], its))
-        tl.store(tiles_ptr + places * 8 + fields, tile, mask=mask)
+        tl.store(tiles_ptr + places * TILE_FIELDS + fields, tile, mask=mask)
     no_tile = tl.where(fields == 0, -1, tl.where(fields == 3, n_real_tiles, 0))
     for first in tl.range(program * BLOCK_TILES, n_tiles, n_programs * BLOCK_TILES):
         places = first + tl.arange(0, BLOCK_TILES)[:, None]
         mask = (places >= n_real_tiles) & (places < n_tiles)
-        tl.store(tiles_ptr + places * 8 + fields, no_tile, mask=mask)
+        tl.store(tiles_ptr + places * TILE_FIELDS + fields, no_tile, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_slots", "n_tiles", "capacity", "block_m", "n_all", "n_experts"])
@@ -95,11 +98,11 @@ def schedule_kernel(
     """Sort slots by expert, those of one expert in their own order; a program places those of one chunk.
 
     positions is the sorted row of each slot, sorted its inverse, offsets the first row of each expert; -1 is for none.
-    tiles [n_tiles, 8] cut the rows of each expert into blocks of block_m, the first of which may be lower: expert,
-    first row, end of the tile's rows, number of tiles, first tile of the expert, number of its tiles, and two zeros;
-    those beyond the number of tiles have the expert -1. If PADDED, the rows of an expert end at a multiple of block_m,
-    and sorted is not written between experts. An expert serves no more than `capacity` slots. counts are those of
-    count_kernel; or None, and each program counts all slots, no more than BLOCK_ALL.
+    tiles [n_tiles, TILE_FIELDS] cut the rows of each expert into blocks of block_m, the first of which may be lower:
+    expert, first row, end of the tile's rows, number of tiles, first tile of the expert, number of its tiles, and two
+    zeros; those beyond the number of tiles have the expert -1. If PADDED, the rows of an expert end at a multiple of
+    block_m, and sorted is not written between experts. An expert serves no more than `capacity` slots. counts are those
+    of count_kernel; or None, and each program counts all slots, no more than BLOCK_ALL.
     """
     chunk, n_chunks = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, BLOCK_E)

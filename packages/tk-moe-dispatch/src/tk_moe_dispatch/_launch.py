@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 LONGEST_ROW = 2**31 - 1
 """Elements between the starts of two tokens that kernels reach: the distance is handed over in 32 bits."""
 
+TILE_FIELDS = 8
+"""Numbers that `schedule_kernel` writes of a tile of rows, in int32."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogitsConfig:

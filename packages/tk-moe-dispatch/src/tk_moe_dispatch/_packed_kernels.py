@@ -31,7 +31,7 @@ from tk_kernel_core.weight_kernels import (
     row_steps,
 )
 from tk_moe_dispatch._gemm_kernels import add_bias, place, swiglu
-from tk_moe_dispatch._kernels import local_experts
+from tk_moe_dispatch._kernels import TILE_FIELDS, local_experts
 
 
 @triton.jit
@@ -182,9 +182,9 @@ def packed_experts_kernel(
         is_used = tl.program_id(0) < n_row_tiles * n_feature_programs
         index = tl.where(is_used, tl.program_id(0), 0)
         row_tile, program_n = place(index, tl.maximum(n_row_tiles, 1), n_feature_programs, GROUP_M)
-        expert = tl.load(tiles_ptr + row_tile * 8, mask=is_used, other=0)
-        first_row = tl.load(tiles_ptr + row_tile * 8 + 1, mask=is_used, other=0)
-        end_row = tl.load(tiles_ptr + row_tile * 8 + 2, mask=is_used, other=0)
+        expert = tl.load(tiles_ptr + row_tile * TILE_FIELDS, mask=is_used, other=0)
+        first_row = tl.load(tiles_ptr + row_tile * TILE_FIELDS + 1, mask=is_used, other=0)
+        end_row = tl.load(tiles_ptr + row_tile * TILE_FIELDS + 2, mask=is_used, other=0)
     else:
         first_row, program_n = tl.program_id(0) // n_feature_programs, tl.program_id(0) % n_feature_programs
         end_row = first_row + 1

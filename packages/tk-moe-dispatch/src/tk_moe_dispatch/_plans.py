@@ -25,6 +25,7 @@ from tk_moe_dispatch._checks import (
 )
 from tk_moe_dispatch._launch import (
     LONGEST_ROW,
+    TILE_FIELDS,
     RowConfig,
     max_tiles,
     row_config,
@@ -91,8 +92,8 @@ def schedule_plan(
 
     Returns:
         A function of `topk_ids` and `expert_map`. It returns `sorted_slots`, `offsets` and `positions` as
-        `schedule_torch` does, and int32 tiles [max_tiles, 8], which `schedule_kernel` describes. Where the reference
-        serves the call, or no tiles are wanted, there are none.
+        `schedule_torch` does, and int32 tiles [max_tiles, TILE_FIELDS], which `schedule_kernel` describes. Where the
+        reference serves the call, or no tiles are wanted, there are none.
     """
 
     def make() -> Plan:
@@ -126,7 +127,7 @@ def schedule_plan(
         sizes_of_results = n_rows, num_experts + 1, n_slots
         new_sorted, new_offsets, new_positions = (allocator((size,), dtype, device) for size in sizes_of_results)
         new_counts = allocator((config.n_chunks, config.block_e), torch.int32, device)
-        new_tiles = allocator((n_tiles, 8), torch.int32, device)
+        new_tiles = allocator((n_tiles, TILE_FIELDS), torch.int32, device)
 
         def schedule(ids: Any, expert_map: Any) -> Any:
             ids, expert_map = ids.contiguous(), contiguous(expert_map)

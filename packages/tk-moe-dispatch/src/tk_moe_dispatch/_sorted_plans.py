@@ -15,7 +15,7 @@ from tk_moe_dispatch._checks import check_ffn, check_fused_ffn, check_grouped_ge
 from tk_moe_dispatch._expert_plans import aligned, in_rows, products, take_descriptors
 from tk_moe_dispatch._gemm_launch import SortedExperts, gemm_config, rows_per_tile
 from tk_moe_dispatch._gemm_plans import PLAIN, gemm_launch
-from tk_moe_dispatch._launch import max_tiles
+from tk_moe_dispatch._launch import TILE_FIELDS, max_tiles
 from tk_moe_dispatch._plans import BLOCK_TILES, Plan, combination, planned
 from tk_moe_dispatch._reference import expert_ffn_torch, fused_expert_ffn_torch, grouped_gemm_torch
 
@@ -197,7 +197,7 @@ def tiles_plan(n_rows: int, num_experts: int, block_m: int, offsets: torch.Tenso
         device,
         **backend_options(target.warps(min(512, max(128, block_e))), target.is_hopper_or_later),
     )
-    new_tiles = allocator((n_tiles, 8), torch.int32, device)
+    new_tiles = allocator((n_tiles, TILE_FIELDS), torch.int32, device)
 
     def tiles_of(offsets: Any) -> Any:
         tiles = new_tiles()
