@@ -7,7 +7,7 @@ elements, which shows the compiler how wide it may load. Results are contiguous.
 import triton
 import triton.language as tl
 
-from tk_kernel_core.gemm_kernels import release_and_wait
+from tk_kernel_core.gemm_kernels import wait_for_predecessor
 from tk_kernel_core.quantization_kernels import encode, magnitude_bits, scale_and_factor
 
 
@@ -320,7 +320,7 @@ def quantize_per_token_kernel(
     columns = tl.arange(0, BLOCK_K)[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64) * stride_x * ALIGNMENT + columns
     codes_ptrs = codes_ptr + rows.to(tl.int64) * WIDTH + columns
-    release_and_wait(DEPENDENT_LAUNCH)
+    wait_for_predecessor(DEPENDENT_LAUNCH)
 
     if WIDTH <= BLOCK_K:
         mask = row_mask & (columns < WIDTH)
