@@ -24,10 +24,10 @@ from tk_int8_gemm import explain
         (
             ("int8_linear", 768, 28_672, 8192),
             "matrix units",
-            ["arrange_rows_kernel: 768 programs", "int8_middle_kernel: 1344 programs"],
+            ["arrange_rows_kernel: 768 programs", "int8_middle_kernel: 672 programs"],
         ),
         (("int8_linear", 257, 11_008, 4096), "repays dequantising", ["dequantize_packed_kernel: 688 x 8 "]),
-        (("int8_linear", 769, 28_672, 8192), "repays dequantising", ["7 times dequantize_packed_kernel: 256 x 16 "]),
+        (("int8_linear", 2049, 28_672, 8192), "repays dequantising", ["16 times dequantize_packed_kernel: 112 x 16 "]),
         (
             ("int8_linear", 1, 11_008, 4096, torch.float32),
             "fp32",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tk_int8_gemm import PackedInt8Weight, _packed_plans, explain, int8_linear
-from tk_int8_gemm._middle_launch import MOST_MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
+from tk_int8_gemm._middle_launch import MOST_TALL_ROWS, MiddleConfig, middle_config, prepare_middle
 from tk_int8_gemm._packed_plans import middle
 from tk_kernel_core.aot import CompiledObject, compile_launch
 from tk_kernel_core.interpreter import interpreting
@@ -102,13 +102,29 @@ def test_prompts_go_through_wide_layers_in_one_launch(dtype: torch.dtype) -> Non
         # 9 groups in parts of 2.
         {"descriptors": True, "split": 5, "block_m": 64},
         {"descriptors": False, "split": 2, "block_m": 16, "num_warps": 8, "stages": 4},
+        {"descriptors": True, "split": 1, "in_halves": True},
+        {"descriptors": True, "split": 3, "in_halves": True, "block_m": 64},
     ],
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_every_way_to_share_the_work_gives_the_result(changes: dict[str, int], device: str) -> None:
+def test_every_way_to_share_the_work_gives_the_result(changes: dict[str, int | bool], device: str) -> None:
     x, codes, weight, bias = operands(35, 150, 1060, torch.float16, device, True)
     chosen = middle_config(35, 150, 1060, target_of(x.device))
     check(run(x, weight, bias, dataclasses.replace(chosen, **changes)), x, codes, weight, bias)
+
+
+@runs_kernels
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_tall_tiles_give_the_result(split: int, device: str) -> None:
+    # Two for the rows, two for the features.
+    x, codes, weight, bias = operands(260, 132, 600, torch.float16, device, True)
+    config = middle_config(256, 28_672, 8192, H200)
+    assert (config.block_m, config.block_n, config.in_halves) == (256, 128, True)
+    config = dataclasses.replace(config, split=split, dependent_launch=target_of(x.device).is_hopper_or_later)
+    got = run(x, weight, bias, config)
+    check(got, x, codes, weight, bias)
+    assert torch.equal(got, run(x, weight, bias, config))
 
 
 @runs_kernels
@@ -152,9 +168,20 @@ def machine_code(m: int, n: int, k: int, dtype: torch.dtype, target: Target, wit
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("m", [32, 64, 256])
-def test_machine_code_on_an_h200(m: int, dtype: torch.dtype) -> None:
-    arrange, multiply = machine_code(m, 11_008, 4096, dtype, H200, True)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "n_programs"),
+    [
+        (32, 11_008, 4096, 4),
+        (64, 11_008, 4096, 4),
+        (128, 11_008, 4096, 3),
+        # A tall tile, alone or shared.
+        (256, 11_008, 4096, 1),
+        (256, 8192, 8192, 1),
+        (256, 4096, 14_336, 1),
+    ],
+)
+def test_machine_code_on_an_h200(m: int, n: int, k: int, n_programs: int, dtype: torch.dtype) -> None:
+    arrange, multiply = machine_code(m, n, k, dtype, H200, True)
     resources = inspect(arrange)
     assert resources.spill_bytes == 0
     assert resources.instructions["st.global.v4"] > 0
@@ -164,13 +191,12 @@ def test_machine_code_on_an_h200(m: int, dtype: torch.dtype) -> None:
     assert resources.instructions["wgmma"] > 0
     assert resources.instructions["tma"] > 0
     # Shared memory and registers hold as many programs as the choice counts on.
-    n_programs = {32: 4, 64: 4, 256: 3}[m]
     assert n_programs * resources.registers * resources.num_warps * H200.warp_size <= 65_536
     assert n_programs * (resources.shared_bytes + 1024) <= H200.shared_bytes
 
 
 @given(
-    m=st.integers(17, MOST_MIDDLE_ROWS),
+    m=st.integers(17, MOST_TALL_ROWS),
     n=st.integers(1, 2**18),
     k=st.integers(1, 2**18),
     target=st.sampled_from(list(COMPILE_TARGETS.values())),
@@ -181,7 +207,7 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, target: Target) -
     own = -(-n_groups // config.split)
     # No program has nothing to do.
     assert own * (config.split - 1) < n_groups <= own * config.split
-    assert 1 <= config.split <= 512 // config.block_m
+    assert 1 <= config.split <= (4 if config.in_halves else 512 // config.block_m)
     assert config.descriptors == config.dependent_launch == (target.name in ("sm_90", "sm_100"))
     prepared = prepare_middle(m, n, k, target)
     n_programs, split, _ = prepared.grid
@@ -208,11 +234,15 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, target: Target) -
         # Three high ones.
         (96, 11_008, 4096, (128, 4, 2, 2, 168)),
         (128, 14_336, 4096, (128, 4, 2, 1, 168)),
-        (256, 11_008, 4096, (128, 4, 2, 1, 168)),
-        (256, 4096, 14_336, (128, 4, 2, 3, 168)),
+        (256, 4096, 4096, (128, 4, 2, 3, 168)),
         # Two square ones.
         (128, 28_672, 8192, (128, 8, 3, 1, 128)),
-        (256, 28_672, 8192, (128, 8, 3, 1, 128)),
+        (384, 28_672, 8192, (128, 8, 3, 1, 128)),
+        # A tall one.
+        (256, 11_008, 4096, (256, 8, 3, 1, 255)),
+        (256, 28_672, 8192, (256, 8, 3, 1, 255)),
+        (2048, 4096, 14_336, (256, 8, 3, 1, 255)),
+        (256, 4096, 14_336, (256, 8, 3, 4, 255)),
     ],
 )
 def test_choices_on_an_h200(m: int, n: int, k: int, want: tuple[int, ...]) -> None:

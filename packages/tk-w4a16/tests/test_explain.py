@@ -16,9 +16,9 @@ from tk_w4a16 import explain
         (
             ("w4a16_linear", 1024, 28_672, 8192),
             "matrix units",
-            ["arrange_rows_kernel: 1024 ", "w4a16_middle_kernel: 1792 "],
+            ["arrange_rows_kernel: 1024 ", "w4a16_middle_kernel: 896 "],
         ),
-        (("w4a16_linear", 1025, 28_672, 8192), "repays dequantising", ["8 times dequantize_packed_kernel: "]),
+        (("w4a16_linear", 2049, 28_672, 8192), "repays dequantising", ["16 times dequantize_packed_kernel: "]),
         (
             ("w4a16_linear", 1, 11_008, 4096, torch.float32),
             "fp32",

@@ -7,32 +7,38 @@ from tk_w4a16._launch import gemm_way, linear_way, plain_config, plain_dequantiz
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "dtype", "linear", "gemm"),
+    ("m", "n", "k", "dtype", "linear", "gemm"),
     [
-        (1, 28_672, "float16", "decode", "tiles"),
-        (8, 28_672, "float16", "decode", "tiles"),
-        (9, 28_672, "float16", "middle", "tiles"),
-        (16, 28_672, "float16", "middle", "tiles"),
-        (16, 11_008, "bfloat16", "decode", "tiles"),
-        (17, 11_008, "float16", "middle", "tiles"),
-        (256, 11_008, "float16", "middle", "tiles"),
-        (257, 11_008, "float16", "dequantize", "tiles"),
-        (385, 11_008, "float16", "middle", "dequantize"),
-        (1024, 11_008, "float16", "middle", "dequantize"),
-        (1025, 11_008, "float16", "dequantize", "dequantize"),
-        (1024, 4096, "float16", "dequantize", "dequantize"),
-        (1, 11_008, "float32", "dequantize", "dequantize"),
+        (1, 28_672, 4096, "float16", "decode", "tiles"),
+        (8, 28_672, 4096, "float16", "decode", "tiles"),
+        (9, 28_672, 4096, "float16", "middle", "tiles"),
+        (16, 28_672, 4096, "float16", "middle", "tiles"),
+        (16, 11_008, 4096, "bfloat16", "decode", "tiles"),
+        (17, 11_008, 4096, "float16", "middle", "tiles"),
+        (256, 11_008, 4096, "float16", "middle", "tiles"),
+        (257, 11_008, 4096, "float16", "dequantize", "tiles"),
+        (385, 11_008, 4096, "float16", "middle", "dequantize"),
+        # Tiles of 128 rows for many features; tall ones where they load every multiprocessor.
+        (1024, 11_008, 4096, "float16", "middle", "dequantize"),
+        (1280, 4096, 4096, "float16", "dequantize", "dequantize"),
+        (2048, 11_008, 4096, "float16", "middle", "dequantize"),
+        (2049, 11_008, 4096, "float16", "dequantize", "dequantize"),
+        (1024, 4096, 4096, "float16", "middle", "dequantize"),
+        (512, 4096, 4096, "float16", "dequantize", "dequantize"),
+        # Programs share long columns.
+        (512, 4096, 11_008, "float16", "middle", "dequantize"),
+        (1, 11_008, 4096, "float32", "dequantize", "dequantize"),
     ],
 )
-def test_the_way_depends_on_rows_features_and_dtype(m: int, n: int, dtype: str, linear: str, gemm: str) -> None:
-    assert (linear_way(m, n, dtype, COMPILE_TARGETS["sm_90"])[0], gemm_way(m, dtype)[0]) == (linear, gemm)
+def test_the_way_depends_on_shapes_and_dtype(m: int, n: int, k: int, dtype: str, linear: str, gemm: str) -> None:
+    assert (linear_way(m, n, k, dtype, COMPILE_TARGETS["sm_90"])[0], gemm_way(m, dtype)[0]) == (linear, gemm)
 
 
 def test_where_wgmma_is_missing_decode_steps_go_to_no_other_kernel() -> None:
     for name in ("sm_80", "gfx942", "gfx950"):
-        assert linear_way(16, 28_672, "float16", COMPILE_TARGETS[name])[0] == "decode"
+        assert linear_way(16, 28_672, 8192, "float16", COMPILE_TARGETS[name])[0] == "decode"
         # Where nothing was measured, large products are cuBLAS's.
-        assert linear_way(257, 28_672, "float16", COMPILE_TARGETS[name])[0] == "dequantize"
+        assert linear_way(257, 28_672, 8192, "float16", COMPILE_TARGETS[name])[0] == "dequantize"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tk_testkit.plugin import kernel_device
 from tk_testkit.strategies import assert_guards_intact, guarded_view
 from tk_w4a16 import PackedInt4Weight, _plans
 from tk_w4a16._formats import Int4Weight
-from tk_w4a16._middle_launch import MOST_MIDDLE_ROWS, MiddleConfig, middle_config, prepare_middle
+from tk_w4a16._middle_launch import MOST_TALL_ROWS, MiddleConfig, middle_config, prepare_middle
 
 GROUP_SIZES = (32, 64, 128, 256, -1)
 H200 = COMPILE_TARGETS["sm_90"]
@@ -80,7 +80,7 @@ def problem(
     more: bool = False,
     group_index: torch.Tensor | None = None,
     scales_dtype: torch.dtype | None = None,
-    **changes: int,
+    **changes: int | bool,
 ) -> Problem:
     """`more` are zero points and a bias; `changes` are made to the launch's choice."""
     generator = torch.Generator().manual_seed(m * 10_000 + n * 100 + k)
@@ -124,6 +124,28 @@ def test_every_group_size_is_right(group_size: int, more: bool, device: str) -> 
 )
 def test_every_way_to_share_the_work_gives_the_result(group_size: int, changes: dict[str, int], device: str) -> None:
     problem(20, 20, 350, group_size, device, more=True, **changes).check()
+
+
+@runs_kernels
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("more", [False, True])
+def test_steps_that_are_multiplied_in_halves_give_the_result(group_size: int, more: bool, device: str) -> None:
+    # 5 steps, of which the last is not full.
+    changes = {"in_halves": True, "scale_weight": True, "descriptors": True, "split": 1}
+    dtype = torch.bfloat16 if group_size == 64 else torch.float16
+    problem(33, 20, 600, group_size, device, dtype, more=more, **changes).check()
+
+
+@runs_kernels
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_tall_tiles_give_the_result(split: int, device: str) -> None:
+    # Two for the rows, two for the features.
+    config = middle_config(256, 28_672, 8192, 128, H200)
+    assert (config.block_m, config.block_n, config.in_halves) == (256, 128, True)
+    case = problem(260, 132, 600, 128, device, more=True)
+    case.config = dataclasses.replace(config, split=split, dependent_launch=case.config.dependent_launch)
+    got = case.check()
+    assert torch.equal(got, case.run())
 
 
 @runs_kernels
@@ -174,15 +196,15 @@ def test_arranged_rows_are_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     assert (64, 640) in shapes
 
 
-def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target, n: int = 11_008) -> list[CompiledObject]:
-    """Compile what is chosen for a product of n by 4096, with zero points and a permutation."""
+def machine_code(m: int, n: int, k: int, group_size: int, dtype: torch.dtype, target: Target) -> list[CompiledObject]:
+    """Compile what is chosen for a product, with zero points and a permutation."""
 
     def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    prepared = prepare_middle(m, n, 4096, group_size, target, has_zeros=True)
-    arrangement = prepare_arrangement(m, 4096, 4096, prepared.n_counters, target)
-    words, zeros, x = tensor(1, dtype=torch.int32), tensor(1, dtype=torch.uint8), tensor(m, 4096, dtype=dtype)
+    prepared = prepare_middle(m, n, k, group_size, target, has_zeros=True)
+    arrangement = prepare_arrangement(m, k, k, prepared.n_counters, target)
+    words, zeros, x = tensor(1, dtype=torch.int32), tensor(1, dtype=torch.uint8), tensor(m, k, dtype=dtype)
     counter, partial = (words, tensor(1)) if prepared.n_counters else (None, None)
     meta = torch.device("meta")
     launches = [
@@ -194,21 +216,26 @@ def machine_code(m: int, group_size: int, dtype: torch.dtype, target: Target, n:
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("m", "n", "group_size", "dtype", "n_programs"),
+    ("m", "n", "k", "group_size", "dtype", "n_programs"),
     [
-        (16, 28_672, 128, torch.float16, 4),
-        (32, 11_008, 128, torch.float16, 4),
-        (64, 11_008, 128, torch.bfloat16, 4),
-        (64, 11_008, 32, torch.float16, 4),
-        (64, 28_672, 128, torch.bfloat16, 2),
-        (256, 11_008, 128, torch.float16, 2),
-        (256, 11_008, 64, torch.bfloat16, 3),
-        (256, 28_672, 128, torch.bfloat16, 2),
-        (256, 28_672, 32, torch.bfloat16, 3),
+        (16, 28_672, 4096, 128, torch.float16, 4),
+        (32, 11_008, 4096, 128, torch.float16, 4),
+        (64, 11_008, 4096, 128, torch.bfloat16, 4),
+        (64, 11_008, 4096, 32, torch.float16, 4),
+        (64, 28_672, 4096, 128, torch.bfloat16, 2),
+        (128, 11_008, 4096, 64, torch.bfloat16, 3),
+        (128, 28_672, 4096, 128, torch.bfloat16, 2),
+        (128, 28_672, 4096, 32, torch.bfloat16, 3),
+        *((256, 28_672, 4096, group_size, torch.bfloat16, 1) for group_size in GROUP_SIZES),
+        *((2048, 11_008, 4096, group_size, torch.float16, 1) for group_size in GROUP_SIZES),
+        # Two programs share a tall tile, or four.
+        (256, 8192, 8192, 128, torch.float16, 1),
+        (256, 8192, 8192, 32, torch.bfloat16, 1),
+        (256, 4096, 11_008, 64, torch.bfloat16, 1),
     ],
 )
-def test_machine_code_on_an_h200(m: int, n: int, group_size: int, dtype: torch.dtype, n_programs: int) -> None:
-    arrange, multiply = machine_code(m, group_size, dtype, H200, n)
+def test_machine_code_on_an_h200(m: int, n: int, k: int, group_size: int, dtype: torch.dtype, n_programs: int) -> None:
+    arrange, multiply = machine_code(m, n, k, group_size, dtype, H200)
     assert inspect(arrange).spill_bytes == 0
     resources = inspect(multiply)
     assert resources.spill_bytes == resources.overwritten_operands == 0
@@ -222,7 +249,7 @@ def test_machine_code_on_an_h200(m: int, n: int, group_size: int, dtype: torch.d
 
 
 @given(
-    m=st.integers(1, MOST_MIDDLE_ROWS),
+    m=st.integers(1, MOST_TALL_ROWS),
     n=st.integers(1, 2**18),
     k=st.integers(1, 2**18),
     group_size=st.sampled_from(GROUP_SIZES),
@@ -234,9 +261,10 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, group_size: int, 
     own = -(-n_steps // config.split)
     # No program has nothing to do.
     assert own * (config.split - 1) < n_steps <= own * config.split
-    assert 1 <= config.split <= 512 // config.block_m
+    assert 1 <= config.split <= (4 if config.in_halves else 512 // config.block_m)
     # A step of several groups has no scale of its own.
     assert config.scale_weight or group_size not in (32, 64)
+    assert config.scale_weight >= config.in_halves
     assert config.descriptors == config.dependent_launch == (target.name in ("sm_90", "sm_100"))
     prepared = prepare_middle(m, n, k, group_size, target)
     n_programs, split, _ = prepared.grid
@@ -262,12 +290,17 @@ def test_the_launch_covers_the_product(m: int, n: int, k: int, group_size: int, 
         (64, 28_672, 8192, (64, 8, 2, 1, 128)),
         # Three high ones.
         (128, 11_008, 4096, (128, 4, 2, 2, 168)),
-        (256, 4096, 11_008, (128, 4, 2, 3, 168)),
-        (192, 8192, 4096, (128, 4, 2, 1, 168)),
+        (256, 4096, 4096, (128, 4, 2, 3, 168)),
+        (256, 6144, 4096, (128, 4, 2, 2, 168)),
         # Two square ones, which have shared memory for a third stage.
         (128, 28_672, 8192, (128, 8, 3, 1, 128)),
-        (256, 11_008, 4096, (128, 8, 3, 1, 128)),
-        (256, 28_672, 8192, (128, 8, 3, 1, 128)),
+        (384, 28_672, 8192, (128, 8, 3, 1, 128)),
+        # A tall one.
+        (256, 11_008, 4096, (256, 8, 3, 1, 255)),
+        (192, 28_672, 8192, (256, 8, 3, 1, 255)),
+        (2048, 28_672, 8192, (256, 8, 3, 1, 255)),
+        (256, 8192, 8192, (256, 8, 3, 2, 255)),
+        (256, 4096, 11_008, (256, 8, 3, 4, 255)),
     ],
 )
 def test_choices_on_an_h200(m: int, n: int, k: int, want: tuple[int | None, ...]) -> None:

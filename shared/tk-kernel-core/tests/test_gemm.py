@@ -15,6 +15,7 @@ from tk_kernel_core.gemm import (
     prepare_arrangement,
     register_share,
     split_steps,
+    tall_split,
     unit_of,
 )
 from tk_kernel_core.launch import PreparedLaunch
@@ -91,6 +92,35 @@ def test_no_more_programs_share_steps_than_run_at_once(n_programs: int, n_steps:
     assert own * (split - 1) < n_steps
     assert 1 <= split <= most
     assert split == 1 or n_programs * split <= n_slots
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "want"),
+    [
+        # Two square tiles on a multiprocessor, or one tall: as many rounds of the one as of the other.
+        (256, 28_672, 8192, 1),
+        (129, 28_672, 8192, 1),
+        (128, 28_672, 8192, 0),
+        (2048, 28_672, 8192, 1),
+        # Half of every other tall tile would be empty.
+        (384, 28_672, 8192, 0),
+        (384, 8192, 8192, 1),
+        # One round, in which a third of the multiprocessors rests with either.
+        (256, 11_008, 4096, 1),
+        # Two, of which the second has few.
+        (512, 11_008, 4096, 0),
+        # Few tiles: two programs share one, or four, unless that leaves multiprocessors without.
+        (256, 8192, 8192, 2),
+        (256, 4096, 11_008, 4),
+        (256, 6144, 8192, 0),
+        # Nor if their parts are short.
+        (256, 4096, 4096, 0),
+    ],
+)
+def test_tall_tiles_are_chosen_where_they_load_an_h200(m: int, n: int, k: int, want: int) -> None:
+    assert tall_split(m, n, k, H200) == want
+    # Elsewhere nothing was measured.
+    assert all(tall_split(m, n, k, COMPILE_TARGETS[name]) == 0 for name in ("sm_80", "sm_100", "gfx942"))
 
 
 def test_options_are_named_only_where_they_say_something() -> None:

@@ -57,7 +57,7 @@ def _weight(function: str, n: int, k: int) -> tuple[Any, ...]:
 def _reason(function: str, m: int, n: int, k: int, dtype: torch.dtype, target: Target) -> str:
     name = str(dtype).removeprefix("torch.")
     if function == "int8_linear":
-        return linear_way(m, n, name, target)[1]
+        return linear_way(m, n, k, name, target)[1]
     alignment = 16 if k % 16 == 0 else k & -k
     if function == "int8_gemm":
         return int8_gemm_config(m, n, k, alignment, name, target).reason

@@ -19,6 +19,17 @@ from tk_kernel_core.gemm_kernels import (
     words_ahead,
 )
 from tk_kernel_core.weight_kernels import dequantise_int8 as dequantise
+from tk_kernel_core.weight_kernels import halves
+
+
+@triton.jit
+def _operand(words, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The codes of words [WARPS, N_BLOCKS, BLOCK_WORDS], as the left operand, [16 * WARPS, 32 * N_BLOCKS]."""
+    WARPS: tl.constexpr = words.shape[0]
+    N_BLOCKS: tl.constexpr = words.shape[1]
+    # warp, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
+    codes = tl.reshape(dequantise(words, dtype, PTX), [WARPS, N_BLOCKS, 8, 4, 2, 2, 2, 2])
+    return tl.reshape(tl.permute(codes, (0, 4, 2, 1, 5, 7, 3, 6)), [16 * WARPS, 32 * N_BLOCKS])
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -38,6 +49,7 @@ def int8_middle_kernel(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
+    IN_HALVES: tl.constexpr,
     SPLIT: tl.constexpr,
     PTX: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -85,16 +97,21 @@ def int8_middle_kernel(
             word_ptrs += tl.where(group + 1 < last, GROUP_WORDS, 0)
             ahead_ptrs = word_ptrs
         next_words = words_ahead(ahead_ptrs, next_words, group + 1 < last, N_GROUPS, PTX)
-        if DESCRIPTORS:
-            x = arranged.load([first_row, group * GROUP])
+        if IN_HALVES:
+            words_a, words_b = halves(these_words)
+            x_a = arranged.load([first_row, group * GROUP])
+            x_b = arranged.load([first_row, group * GROUP + GROUP // 2])
+            # The second product is at work while the next group's first half is dequantised. The wait behind that is
+            # one for all products, until which ptxas leaves their operands' registers alone.
+            total = tl.dot(_operand(words_a, dtype, PTX), x_a.T, total)
+            total = tl.dot(_operand(words_b, dtype, PTX), x_b.T, total)
         else:
-            x = tl.load(x_ptrs)
-            x_ptrs += GROUP
-        # warp, block, row, octet, half of the tile's rows, half of the octet, element of the pair, pair
-        codes = tl.reshape(dequantise(these_words, dtype, PTX), [WARPS, BLOCKS, 8, 4, 2, 2, 2, 2])
-        codes = tl.reshape(tl.permute(codes, (0, 4, 2, 1, 5, 7, 3, 6)), [BLOCK_N, GROUP])
-        total = tl.dot(codes, x.T, total)
-        total = end_chain(total, PTX)
+            if DESCRIPTORS:
+                x = arranged.load([first_row, group * GROUP])
+            else:
+                x = tl.load(x_ptrs)
+                x_ptrs += GROUP
+            total = end_chain(tl.dot(_operand(these_words, dtype, PTX), x.T, total), PTX)
 
     rows = first_row + tl.arange(0, BLOCK_M)[None, :]
     row_exists = rows < n_rows

@@ -6,15 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tk_int8_gemm._decode_launch import DECODE_ROWS
-from tk_kernel_core.gemm import PreparedProduct, backend_options, register_share, split_steps
+from tk_kernel_core.gemm import (
+    TALL_ROWS,
+    PreparedProduct,
+    backend_options,
+    register_share,
+    split_steps,
+    tall_split,
+)
 from tk_kernel_core.interpreter import interpreting
 
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
-MIDDLE_ROWS, MOST_MIDDLE_ROWS = 256, 768
-"""Most rows of activations that the kernels in `_middle_kernels` are meant for, in general and for weights of many
-output features; they take any number."""
+MIDDLE_ROWS, MOST_WIDE_ROWS, MOST_TALL_ROWS = 256, 768, 2048
+"""Most rows of activations that the kernels in `_middle_kernels` are meant for: in general, for weights of many output
+features, and in tall tiles; they take any number."""
 
 _MODULE = "tk_int8_gemm._middle_kernels"
 _TILE, _GROUP = 16, 128
@@ -30,6 +37,7 @@ class MiddleConfig:
         block_m: Rows of x per program.
         num_warps: Warps per program, each with 16 output features of its own.
         stages: Groups of 128 input features of x on their way or in work at a time.
+        in_halves: Whether half of a group is dequantised while the half before it is multiplied.
         split: Programs that share the input features of the same results.
         descriptors: Whether x is read through a descriptor.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
@@ -39,6 +47,7 @@ class MiddleConfig:
     block_m: int
     num_warps: int
     stages: int
+    in_halves: bool
     split: int
     descriptors: bool
     dependent_launch: bool
@@ -50,20 +59,27 @@ class MiddleConfig:
         return _TILE * self.num_warps
 
 
-def linear_way(m: int, n: int, dtype: str, target: Target) -> tuple[Literal["decode", "middle", "dequantize"], str]:
+def linear_way(
+    m: int, n: int, k: int, dtype: str, target: Target
+) -> tuple[Literal["decode", "middle", "dequantize"], str]:
     """Choose how `int8_linear` goes about a product, and say why.
 
     Args:
         m: Rows of x.
         n: Output features.
+        k: Input features.
         dtype: Element type of x: `float16`, `bfloat16` or `float32`.
         target: The GPU.
     """
     if dtype == "float32":
         return "dequantize", "x is fp32, which the matrix units do not multiply"
     # On an H200 tiles that are many enough to load every unit alike are faster than a weight that is written out.
-    is_wide = target.name == "sm_90" and -(-m // 128) * -(-n // 128) >= 3 * target.compute_units
-    if m > (MOST_MIDDLE_ROWS if is_wide else MIDDLE_ROWS):
+    if tall_split(m, n, k, target):
+        most = MOST_TALL_ROWS
+    else:
+        is_wide = target.name == "sm_90" and -(-m // 128) * -(-n // 128) >= 3 * target.compute_units
+        most = MOST_WIDE_ROWS if is_wide else MIDDLE_ROWS
+    if m > most:
         return "dequantize", f"m = {m} repays dequantising the weights once"
     if m > DECODE_ROWS:
         return "middle", f"m = {m} fills the matrix units, which take the weights from registers"
@@ -79,6 +95,9 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
         k: Input features.
         target: The GPU.
     """
+    tall = tall_split(m, n, k, target)
+    if tall:
+        return MiddleConfig(TALL_ROWS, 8, 3, True, tall, True, True, register_share(8, 1, target))
     num_warps, stages = 4, 2
     if m <= 32:
         block_m, stages, programs_per_unit = 32, 3, 4
@@ -97,6 +116,7 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
         block_m,
         num_warps,
         stages,
+        False,
         split_steps(n_programs, -(-k // _GROUP), programs_per_unit * target.compute_units, _MOST_PARTS // block_m),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
@@ -130,6 +150,7 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
             "WARPS": config.num_warps,
             "STAGES": config.stages,
             "IN_FEATURES": k,
+            "IN_HALVES": config.in_halves,
             "SPLIT": config.split,
             # The interpreter knows no machine instructions.
             "PTX": target.backend == "cuda" and not interpreting(),
@@ -139,7 +160,9 @@ def prepare_middle(m: int, n: int, k: int, target: Target, config: MiddleConfig 
         options=backend_options(config.num_warps, config.dependent_launch, config.most_registers),
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
-        blocks={"arranged": (config.block_m, _GROUP)} if config.descriptors else {},
+        blocks={"arranged": (config.block_m, _GROUP // 2 if config.in_halves else _GROUP)}
+        if config.descriptors
+        else {},
         # On an H200 blocks that reached beyond a descriptor's tensor took up to twice as long.
         padded_rows=-(-m // config.block_m) * config.block_m,
     )

@@ -65,7 +65,7 @@ def int8_linear_plan(x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any,
                 x, plain(codes, scale, zero_point), scale, bias, zero_point=zero_point
             ).contiguous()
         rows = rows_of(x)
-        way, reason = linear_way(rows.shape[0], n, str(x.dtype).removeprefix("torch."), launch_target(x.device))
+        way, reason = linear_way(rows.shape[0], n, k, str(x.dtype).removeprefix("torch."), launch_target(x.device))
         if way == "dequantize":
             product = _dequantizing(rows.shape[0], n, k, x.dtype, codes.device, reason)
             return lambda x, codes, scale, zero_point, bias: product(x, codes, scale, bias, zero_point)

@@ -58,7 +58,7 @@ def explain(
     with planning(gpu) as launches:
         _FUNCTIONS[function](torch.empty(m, k, dtype=dtype, device="meta"), *weight)
     name = str(dtype).removeprefix("torch.")
-    _, reason = linear_way(m, n, name, gpu) if function == "w4a16_linear" else gemm_way(m, name)
+    _, reason = linear_way(m, n, k, name, gpu) if function == "w4a16_linear" else gemm_way(m, name)
     return explain_launches(function, m, n, k, dtype, gpu, reason, launches)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tk_kernel_core.gemm import tall_split
 from tk_w4a16._decode_launch import DECODE_ROWS, fits_at_once
-from tk_w4a16._middle_launch import MIDDLE_ROWS, MOST_MIDDLE_ROWS
+from tk_w4a16._middle_launch import MIDDLE_ROWS, MOST_TALL_ROWS, MOST_WIDE_ROWS
 
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
@@ -44,20 +45,27 @@ class PlainConfig:
     num_warps: int
 
 
-def linear_way(m: int, n: int, dtype: str, target: Target) -> tuple[Literal["decode", "middle", "dequantize"], str]:
+def linear_way(
+    m: int, n: int, k: int, dtype: str, target: Target
+) -> tuple[Literal["decode", "middle", "dequantize"], str]:
     """Choose how `w4a16_linear` goes about a product, and say why.
 
     Args:
         m: Rows of x.
         n: Output features.
+        k: Columns of the weight.
         dtype: Element type of x: `float16`, `bfloat16` or `float32`.
         target: The GPU.
     """
     if dtype == "float32":
         return "dequantize", "x is fp32, which the matrix units do not multiply"
     # On an H200 tiles that are many enough to load every unit alike are faster than a weight that is written out.
-    is_wide = target.name == "sm_90" and -(-m // 128) * -(-n // 128) >= 2.5 * target.compute_units
-    if m > (MOST_MIDDLE_ROWS if is_wide else MIDDLE_ROWS):
+    if tall_split(m, n, k, target):
+        most = MOST_TALL_ROWS
+    else:
+        is_wide = target.name == "sm_90" and -(-m // 128) * -(-n // 128) >= 2.5 * target.compute_units
+        most = MOST_WIDE_ROWS if is_wide else MIDDLE_ROWS
+    if m > most:
         return "dequantize", f"m = {m} repays dequantising the weight once"
     if m > DECODE_ROWS:
         return "middle", f"m = {m} fills the matrix units, which take the weight from registers"

@@ -22,12 +22,24 @@ from tk_kernel_core.weight_kernels import (
     STEP_WORDS,
     for_words,
     groups_ahead,
+    halves,
     load_groups,
     n_groups,
     row_offsets,
     row_steps,
 )
 from tk_kernel_core.weight_kernels import dequantise_int4 as dequantise
+
+
+@triton.jit
+def _operand(words, zeros, scales, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The weight of words [WARPS, ..., 128], of pairs of blocks, as the left operand, [16 * WARPS, 64 * PAIRS]."""
+    WARPS: tl.constexpr = words.shape[0]
+    PAIRS: tl.constexpr = words.numel // (WARPS * 128)
+    weight = dequantise(words, zeros, scales, dtype, PTX)
+    # warp, pair of blocks, row, octet, block, half of the rows, column, pair, half of the octet
+    weight = tl.reshape(weight, [WARPS, PAIRS, 8, 4, 2, 2, 2, 2, 2])
+    return tl.reshape(tl.permute(weight, (0, 5, 2, 1, 4, 8, 7, 3, 6)), [16 * WARPS, 64 * PAIRS])
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -48,6 +60,7 @@ def w4a16_middle_kernel(
     IN_FEATURES: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     SCALE_WEIGHT: tl.constexpr,
+    IN_HALVES: tl.constexpr,
     SPLIT: tl.constexpr,
     PTX: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -107,22 +120,32 @@ def w4a16_middle_kernel(
         if zeros_ptr is not None:
             zeros = for_words(next_zeros.to(tl.int32))
             next_zeros = groups_ahead(zeros_ptr + offsets, next_zeros, goes_on, next_step, GROUP_SIZE, N_STEPS, PTX)
-        if DESCRIPTORS:
-            x = arranged.load([first_row, step * STEP])
+        if IN_HALVES:
+            words_a, words_b = halves(these_words)
+            scales_a, scales_b = halves(for_words(scales))
+            zeros_a, zeros_b = None, None
+            if zeros_ptr is not None:
+                zeros_a, zeros_b = halves(zeros)
+            x_a = arranged.load([first_row, step * STEP])
+            x_b = arranged.load([first_row, step * STEP + STEP // 2])
+            # The second product is at work while the next step's first half is dequantised. The wait behind that is
+            # one for all products, until which ptxas leaves their operands' registers alone.
+            total = tl.dot(_operand(words_a, zeros_a, scales_a, dtype, PTX), x_a.T, total)
+            total = tl.dot(_operand(words_b, zeros_b, scales_b, dtype, PTX), x_b.T, total)
         else:
-            x = tl.load(x_ptrs)
-            x_ptrs += STEP
-        weight = dequantise(these_words, zeros, for_words(scales) if SCALE_WEIGHT else None, dtype, PTX)
-        # warp, pair of blocks, row, octet, block, half of the rows, column, pair, half of the octet
-        weight = tl.reshape(weight, [WARPS, 2, 8, 4, 2, 2, 2, 2, 2])
-        weight = tl.reshape(tl.permute(weight, (0, 5, 2, 1, 4, 8, 7, 3, 6)), [BLOCK_N, STEP])
-        if SCALE_WEIGHT:
-            total = end_chain(tl.dot(weight, x.T, total), PTX)
-        else:
-            # warp, half of the rows, row; equal in the columns, four lanes of two registers
-            scales = tl.reshape(tl.permute(scales, (3, 2, 5, 1, 0, 4)).to(tl.float32), [BLOCK_N, 1, 4, 1])
-            scales = tl.reshape(tl.broadcast_to(scales, [BLOCK_N, BLOCK_M // 8, 4, 2]), [BLOCK_N, BLOCK_M])
-            total += tl.dot(weight, x.T) * scales
+            if DESCRIPTORS:
+                x = arranged.load([first_row, step * STEP])
+            else:
+                x = tl.load(x_ptrs)
+                x_ptrs += STEP
+            weight = _operand(these_words, zeros, for_words(scales) if SCALE_WEIGHT else None, dtype, PTX)
+            if SCALE_WEIGHT:
+                total = end_chain(tl.dot(weight, x.T, total), PTX)
+            else:
+                # warp, half of the rows, row; equal in the columns, four lanes of two registers
+                scales = tl.reshape(tl.permute(scales, (3, 2, 5, 1, 0, 4)).to(tl.float32), [BLOCK_N, 1, 4, 1])
+                scales = tl.reshape(tl.broadcast_to(scales, [BLOCK_N, BLOCK_M // 8, 4, 2]), [BLOCK_N, BLOCK_M])
+                total += tl.dot(weight, x.T) * scales
 
     rows = first_row + tl.arange(0, BLOCK_M)[None, :]
     row_exists = rows < n_rows

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tk_kernel_core.gemm import PreparedProduct, backend_options, register_share, split_steps
+from tk_kernel_core.gemm import (
+    TALL_ROWS,
+    PreparedProduct,
+    backend_options,
+    register_share,
+    split_steps,
+    tall_split,
+)
 from tk_kernel_core.interpreter import interpreting
 
 if TYPE_CHECKING:
     from tk_kernel_core.targets import Target
 
-MIDDLE_ROWS, MOST_MIDDLE_ROWS = 256, 1024
-"""Most rows of activations that the kernels in `_middle_kernels` are meant for, in general and for weights of many
-output features; they take any number."""
+MIDDLE_ROWS, MOST_WIDE_ROWS, MOST_TALL_ROWS = 256, 1024, 2048
+"""Most rows of activations that the kernels in `_middle_kernels` are meant for: in general, for weights of many output
+features, and in tall tiles; they take any number."""
 
 _TILE, _STEP = 16, 128
 # Times the rows of a program: what the one that comes last adds up.
@@ -29,6 +36,8 @@ class MiddleConfig:
         num_warps: Warps per program, each with 16 output features of its own.
         stages: Steps of 128 columns of x on their way or in work at a time.
         scale_weight: Whether scales multiply the weight, and not the sums of a step.
+        in_halves: Whether half of a step is dequantised while the half before it is multiplied; scales then multiply
+            the weight.
         split: Programs that share the columns of the same results.
         descriptors: Whether x is read through a descriptor.
         dependent_launch: Whether the kernel may be scheduled while its predecessor in the stream drains.
@@ -39,6 +48,7 @@ class MiddleConfig:
     num_warps: int
     stages: int
     scale_weight: bool
+    in_halves: bool
     split: int
     descriptors: bool
     dependent_launch: bool
@@ -61,6 +71,9 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
         target: The GPU.
         has_zeros: Whether the weight has zero points.
     """
+    tall = tall_split(m, n, k, target)
+    if tall:
+        return MiddleConfig(TALL_ROWS, 8, 3, True, True, tall, True, True, register_share(8, 1, target))
     num_warps, stages = 4, 2
     if m <= 16:
         # Zero points take a few registers more.
@@ -86,6 +99,7 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
         stages,
         # The sums of a step take as many registers as the result.
         group_size in (32, 64) or block_m >= 128,
+        False,
         split_steps(n_programs, -(-k // _STEP), programs_per_unit * target.compute_units, _MOST_PARTS // block_m),
         target.is_hopper_or_later,
         target.is_hopper_or_later,
@@ -130,6 +144,7 @@ def prepare_middle(
             "IN_FEATURES": k,
             "GROUP_SIZE": group_size,
             "SCALE_WEIGHT": config.scale_weight,
+            "IN_HALVES": config.in_halves,
             "SPLIT": config.split,
             # The interpreter knows no machine instructions.
             "PTX": target.backend == "cuda" and not interpreting(),
@@ -139,7 +154,7 @@ def prepare_middle(
         options=backend_options(config.num_warps, config.dependent_launch, config.most_registers),
         partial_elements=n_programs * config.split * config.block_n * config.block_m if is_split else 0,
         n_counters=n_programs if is_split else 0,
-        blocks={"arranged": (config.block_m, _STEP)} if config.descriptors else {},
+        blocks={"arranged": (config.block_m, _STEP // 2 if config.in_halves else _STEP)} if config.descriptors else {},
         # On an H200 blocks that reached beyond a descriptor's tensor took up to twice as long.
         padded_rows=-(-m // config.block_m) * config.block_m,
     )

@@ -121,7 +121,7 @@ def linear_plan(
         rows = rows_of(x)
         # A permutation has an entry for every column; without one the last columns are known to be padding.
         width = k if permutation is None else permutation.shape[0]
-        way, _ = linear_way(rows.shape[0], n, str(x.dtype).removeprefix("torch."), launch_target(x.device))
+        way, _ = linear_way(rows.shape[0], n, width, str(x.dtype).removeprefix("torch."), launch_target(x.device))
         if way == "dequantize":
             return _dequantizing(x, permutation, group_size, n, width)
         if way == "decode":

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 128 * 2**20
 """Most memory that a dequantised part of a weight takes, unless 64 of its rows are larger."""
 
+TALL_ROWS = 256
+"""Rows of a tall tile, which has 128 output features."""
+
 _STEP = 128
 # A tile of cuBLAS's, of activations and of output features.
 _TILE_ROWS, _TILE_FEATURES = 128, 256
@@ -82,6 +85,31 @@ def split_steps(n_programs: int, n_steps: int, n_slots: int, most: int) -> int:
     split = min(range(1, most + 1), key=lambda split: -(-n_steps // split) + split)
     # Rounding up may have left the last programs nothing.
     return -(-n_steps // -(-n_steps // split))
+
+
+def tall_split(m: int, n: int, k: int, target: Target) -> int:
+    """Return how many programs share the steps of a tall tile, or 0 where two square ones are faster than it.
+
+    A tall tile makes numbers of the weight's codes once for 256 rows, and while the ones before are multiplied; but
+    it has a multiprocessor to itself, so that they are few. Where to draw the line was measured on an H200, which is
+    the only GPU that gets them.
+
+    Args:
+        m: Rows of activations.
+        n: Output features.
+        k: Columns of the weight.
+        target: The GPU.
+    """
+    units, n_square = target.compute_units, -(-n // 128) * -(-m // 128)
+    n_tall = -(-n // 128) * -(-m // TALL_ROWS)
+    if target.name != "sm_90" or m <= 128:
+        return 0
+    if 2 * n_tall <= units:
+        # Parts of a result are 128 KB each: they must be long, and leave few multiprocessors without one.
+        split = min(4, units // n_tall)
+        return split if split * n_tall >= 0.9 * units and k >= 20 * _STEP * split else 0
+    rounds = -(-n_tall // units)
+    return int(rounds == 1 or n_square >= 1.4 * rounds * units)
 
 
 def backend_options(num_warps: int, dependent_launch: bool, most_registers: int | None = None) -> dict[str, Any]:

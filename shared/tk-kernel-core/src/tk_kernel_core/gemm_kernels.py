@@ -146,10 +146,12 @@ def add_parts(total, places, partial_ptr, counter_ptr, SPLIT: tl.constexpr):
         if is_last:
             # Whoever comes last adds up in one order, and leaves the counter as it found it.
             total = tl.zeros_like(total)
-            # A few at a time: more on their way would take registers that spill.
-            N_TURNS: tl.constexpr = (SPLIT + 3) // 4
+            # A few at a time: more on their way would take registers that spill. Of parts that fill them, one, and the
+            # number is one that the compiler does not know: of a loop that it does, it makes straight code.
+            MOST_EACH: tl.constexpr = 1 if SIZE >= 32_768 else 4
+            N_TURNS: tl.constexpr = (SPLIT + MOST_EACH - 1) // MOST_EACH
             N_EACH: tl.constexpr = (SPLIT + N_TURNS - 1) // N_TURNS
-            for turn in tl.range(N_TURNS):
+            for turn in tl.range(tl.num_programs(1) if MOST_EACH == 1 else N_TURNS):
                 for each in tl.static_range(N_EACH):
                     split = turn * N_EACH + each
                     # The mask is a block, as Triton 3.9's interpreter wants it.

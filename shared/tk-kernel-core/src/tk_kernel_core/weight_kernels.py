@@ -190,6 +190,15 @@ def for_words(values):
 
 
 @triton.jit
+def halves(values):
+    """The two halves of [..., columns of a step, words], along the axis before the last."""
+    ROWS: tl.constexpr = values.numel // (values.shape[-2] * values.shape[-1])
+    HALF: tl.constexpr = values.shape[-2] // 2
+    split = tl.reshape(values, [ROWS, 2, HALF, values.shape[-1]])
+    return tl.split(tl.permute(split, (0, 2, 3, 1)))
+
+
+@triton.jit
 def row_offsets(tiles, N_GROUPS: tl.constexpr):
     """Offsets of the first scale or zero of rows, [4 times the same, 8 rows, WARPS, TILES, 1, 2 halves of the rows].
 
