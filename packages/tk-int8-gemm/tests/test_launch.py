@@ -29,8 +29,8 @@ def assert_the_hardware_takes_it(config: GemmConfig, bytes_per_element: int, m: 
         assert value >= 1
         assert value & (value - 1) == 0
     assert config.num_warps * target.warp_size <= 1024
-    is_long = m > 512 and config.out_descriptor
-    assert config.dependent_launch == (target.name in ("sm_90", "sm_100") and not is_long)
+    is_square = config.out_descriptor and config.block_m == 128
+    assert config.dependent_launch == (target.name in ("sm_90", "sm_100") and not is_square)
     assert not config.out_descriptor or (config.descriptors and config.block_n == 128)
     # What triton.language.dot takes at least.
     assert config.block_m >= 16

@@ -101,8 +101,8 @@ def int8_middle_kernel(
             words_a, words_b = halves(these_words)
             x_a = arranged.load([first_row, group * GROUP])
             x_b = arranged.load([first_row, group * GROUP + GROUP // 2])
-            # The second product is at work while the next group's first half is dequantised. The wait that follows is one
-            # for all products, until which ptxas leaves the registers of their operands alone: tests look at the code.
+            # The second product is at work while the next group's first half is dequantised. Behind that is a wait for
+            # all products, until which ptxas leaves the registers of their operands alone: tests look at the code.
             total = tl.dot(_operand(words_a, dtype, PTX), x_a.T, total)
             total = tl.dot(_operand(words_b, dtype, PTX), x_b.T, total)
         else:

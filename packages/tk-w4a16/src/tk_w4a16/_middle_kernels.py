@@ -128,8 +128,8 @@ def w4a16_middle_kernel(
                 zeros_a, zeros_b = halves(zeros)
             x_a = arranged.load([first_row, step * STEP])
             x_b = arranged.load([first_row, step * STEP + STEP // 2])
-            # The second product is at work while the next step's first half is dequantised. The wait that follows is one
-            # for all products, until which ptxas leaves the registers of their operands alone: tests look at the code.
+            # The second product is at work while the next step's first half is dequantised. Behind that is a wait for
+            # all products, until which ptxas leaves the registers of their operands alone: tests look at the code.
             total = tl.dot(_operand(words_a, zeros_a, scales_a, dtype, PTX), x_a.T, total)
             total = tl.dot(_operand(words_b, zeros_b, scales_b, dtype, PTX), x_b.T, total)
         else:
