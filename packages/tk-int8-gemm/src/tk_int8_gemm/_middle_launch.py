@@ -97,7 +97,16 @@ def middle_config(m: int, n: int, k: int, target: Target) -> MiddleConfig:
     """
     tall = tall_split(m, n, k, target)
     if tall:
-        return MiddleConfig(TALL_ROWS, 8, 3, True, tall, True, True, register_share(8, 1, target))
+        return MiddleConfig(
+            block_m=TALL_ROWS,
+            num_warps=8,
+            stages=3,
+            in_halves=True,
+            split=tall,
+            descriptors=True,
+            dependent_launch=True,
+            most_registers=register_share(8, 1, target),
+        )
     num_warps, stages = 4, 2
     if m <= 32:
         block_m, stages, programs_per_unit = 32, 3, 4

@@ -73,7 +73,17 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
     """
     tall = tall_split(m, n, k, target)
     if tall:
-        return MiddleConfig(TALL_ROWS, 8, 3, True, True, tall, True, True, register_share(8, 1, target))
+        return MiddleConfig(
+            block_m=TALL_ROWS,
+            num_warps=8,
+            stages=3,
+            scale_weight=True,
+            in_halves=True,
+            split=tall,
+            descriptors=True,
+            dependent_launch=True,
+            most_registers=register_share(8, 1, target),
+        )
     num_warps, stages = 4, 2
     if m <= 16:
         # Zero points take a few registers more.
@@ -88,7 +98,7 @@ def middle_config(m: int, n: int, k: int, group_size: int, target: Target, has_z
     enough = (1.5 if m <= 64 or has_zeros else 1.25) * target.compute_units
     if target.name == "sm_90" and m > 32 and n_wide >= enough and not has_many_zeros:
         # Wide tiles read x half as often, but are few.
-        num_warps, stages, programs_per_unit = 8, 2 if m <= 64 else 3, 2
+        num_warps, stages, programs_per_unit = 8, 3, 2
     if target.backend == "hip":
         # Its local data share holds no more than two steps of narrow tiles.
         block_m, stages, programs_per_unit = min(block_m, 64), 2, 2
