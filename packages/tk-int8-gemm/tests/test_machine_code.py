@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tk_int8_gemm._launch import GemmConfig, int8_gemm_config, w8a8_config
-from tk_int8_gemm._plans import gemm_launch
+from tk_int8_gemm._plans import gemm_launch, quantize_per_token
 from tk_kernel_core.aot import CompiledObject, compile_launch
 from tk_kernel_core.hazards import overwritten_operands
+from tk_kernel_core.launch import planning
 from tk_kernel_core.resources import disassemble, inspect
 from tk_kernel_core.targets import COMPILE_TARGETS
 
@@ -42,6 +43,16 @@ def test_weight_only_products_load_16_bytes_at_once_and_spill_nothing(dtype: tor
     assert {name for name in resources.instructions if name.startswith("cp.async")} == {"cp.async.v4"}
     assert resources.instructions["st.global.v4"] > 0
     assert resources.overwritten_operands == 0
+
+
+@pytest.mark.compiler
+def test_products_begin_when_what_comes_before_their_quantiser_is_done() -> None:
+    # Earlier their programs would crowd on the multiprocessors that are free first.
+    with planning(H200) as launches:
+        quantize_per_token(torch.empty(16, K, dtype=torch.float16, device="meta"))
+    (launch,) = launches
+    orders = re.findall(r"griddepcontrol\.(\w+)", compile_launch(launch, H200).assembly)
+    assert orders == ["wait", "launch_dependents"]
 
 
 @pytest.mark.compiler

@@ -117,8 +117,8 @@ def test_every_way_to_share_the_work_gives_the_result(changes: dict[str, int | b
 @pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_tall_tiles_give_the_result(split: int, device: str) -> None:
-    # Two for the rows, two for the features.
-    x, codes, weight, bias = operands(260, 132, 600, torch.float16, device, True)
+    # Two for the rows, two for the features; 7 groups, of which four programs have one at least.
+    x, codes, weight, bias = operands(260, 132, 850, torch.float16, device, True)
     config = middle_config(256, 28_672, 8192, H200)
     assert (config.block_m, config.block_n, config.in_halves) == (256, 128, True)
     config = dataclasses.replace(config, split=split, dependent_launch=target_of(x.device).is_hopper_or_later)
@@ -193,6 +193,17 @@ def test_machine_code_on_an_h200(m: int, n: int, k: int, n_programs: int, dtype:
     # Shared memory and registers hold as many programs as the choice counts on.
     assert n_programs * resources.registers * resources.num_warps * H200.warp_size <= 65_536
     assert n_programs * (resources.shared_bytes + 1024) <= H200.shared_bytes
+
+
+@pytest.mark.compiler
+@pytest.mark.tested_triton
+@pytest.mark.parametrize(("n", "k"), [(28_672, 8192), (8192, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_a_group_is_dequantised_while_half_is_multiplied(n: int, k: int, dtype: torch.dtype) -> None:
+    _, multiply = machine_code(256, n, k, dtype, H200, True)
+    # The second product is waited for in the loop's next turn, or behind it.
+    behind_last_product = multiply.assembly.rpartition("wgmma.commit_group")[2]
+    assert "bra" in behind_last_product.partition("wgmma.wait_group")[0].split()
 
 
 @given(

@@ -139,10 +139,10 @@ def test_steps_that_are_multiplied_in_halves_give_the_result(group_size: int, mo
 @runs_kernels
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_tall_tiles_give_the_result(split: int, device: str) -> None:
-    # Two for the rows, two for the features.
+    # Two for the rows, two for the features; 7 steps, of which four programs have one at least.
     config = middle_config(256, 28_672, 8192, 128, H200)
     assert (config.block_m, config.block_n, config.in_halves) == (256, 128, True)
-    case = problem(260, 132, 600, 128, device, more=True)
+    case = problem(260, 132, 850, 128, device, more=True)
     case.config = dataclasses.replace(config, split=split, dependent_launch=case.config.dependent_launch)
     got = case.check()
     assert torch.equal(got, case.run())
@@ -246,6 +246,17 @@ def test_machine_code_on_an_h200(m: int, n: int, k: int, group_size: int, dtype:
     assert not any(name.startswith("cp.async") for name in resources.instructions)
     assert n_programs * resources.registers * resources.num_warps * H200.warp_size <= 65_536
     assert n_programs * (resources.shared_bytes + 1024) <= H200.shared_bytes
+
+
+@pytest.mark.compiler
+@pytest.mark.tested_triton
+@pytest.mark.parametrize(("n", "k"), [(28_672, 8192), (8192, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_a_step_is_dequantised_while_half_is_multiplied(n: int, k: int, dtype: torch.dtype) -> None:
+    _, multiply = machine_code(256, n, k, 128, dtype, H200)
+    # The second product is waited for in the loop's next turn, or behind it.
+    behind_last_product = multiply.assembly.rpartition("wgmma.commit_group")[2]
+    assert "bra" in behind_last_product.partition("wgmma.wait_group")[0].split()
 
 
 @given(
